@@ -1,0 +1,27 @@
+// The AVX2 arm. Everything after the pragma may use AVX2; nothing here runs before the probe.
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../blocks.h"
+#include "../kernels.h"
+#include "../noise.h"
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define EDGEES_ARM_AVX2
+namespace edgees {
+namespace {
+#include "simd.h"
+
+#include "blocks.inl"
+#include "noise.inl"
+#include "product.inl"
+}  // namespace
+const Kernels kernels_avx2 = {"avx2",    L,          philox, add_signs, add_normals,
+                              sign_dot,  decode,     add_plane,   tile,      decay_add};
+}  // namespace edgees
+#pragma GCC pop_options
+#endif

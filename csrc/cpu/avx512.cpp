@@ -1,0 +1,27 @@
+// The AVX512 arm. Everything after the pragma may use AVX512; nothing here runs before the probe.
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../blocks.h"
+#include "../kernels.h"
+#include "../noise.h"
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#define EDGEES_ARM_AVX512
+namespace edgees {
+namespace {
+#include "simd.h"
+
+#include "blocks.inl"
+#include "noise.inl"
+#include "product.inl"
+}  // namespace
+const Kernels kernels_avx512 = {"avx512",    L,          philox, add_signs, add_normals,
+                              sign_dot,  decode,     add_plane,   tile,      decay_add};
+}  // namespace edgees
+#pragma GCC pop_options
+#endif

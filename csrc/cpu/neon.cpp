@@ -1,0 +1,24 @@
+// The NEON arm (baseline of AArch64: no probe needed).
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../blocks.h"
+#include "../kernels.h"
+#include "../noise.h"
+#define EDGEES_ARM_NEON
+namespace edgees {
+namespace {
+#include "simd.h"
+
+#include "blocks.inl"
+#include "noise.inl"
+#include "product.inl"
+}  // namespace
+const Kernels kernels_neon = {"neon",   L,      philox,    add_signs, add_normals,
+                              sign_dot, decode, add_plane, tile,      decay_add};
+}  // namespace edgees
+#endif

@@ -1,0 +1,48 @@
+"""Builds csrc/ into one plain shared library inside the package (loaded with ctypes: no Python ABI, no torch)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.dist import Distribution
+
+ROOT = Path(__file__).parent
+
+
+class NativeBuild(build_ext):
+    """A shared library, not a Python module: no init symbol, no ABI tag in its name."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + (".dll" if sys.platform == "win32" else ".so")
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols
+
+    def build_extensions(self) -> None:
+        extra = os.environ.get("EDGEES_CXXFLAGS", "").split()
+        for ext in self.extensions:
+            # -ffp-contract=off: a fused multiply-add where the contract has two roundings changes the noise.
+            ext.extra_compile_args = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
+                                      "-Wall", "-Wextra", *extra]
+            ext.extra_link_args = ["-pthread", *extra]
+        super().build_extensions()
+
+
+class PlatformWheel(Distribution):
+    """The wheel carries machine code, whatever its extension is called."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp") if "tests" not in p.parts)
+headers = sorted(str(p.relative_to(ROOT)) for pattern in ("*.h", "*.inl") for p in (ROOT / "csrc").rglob(pattern))
+setup(
+    ext_modules=[Extension("edgees._native", sources=sources, depends=headers, language="c++")],
+    cmdclass={"build_ext": NativeBuild},
+    distclass=PlatformWheel,
+)
