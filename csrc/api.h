@@ -8,6 +8,8 @@
 extern "C" {
 #endif
 
+#pragma GCC visibility push(default)
+
 #define EDGEES_ABI 1
 #define EDGEES_E_ARGUMENT (-1)  // a size, type or name makes no sense
 #define EDGEES_E_TYPE (-2)      // no codec for this GGUF type
@@ -105,6 +107,7 @@ int edgees_row(const struct edgees_tensor* t, const struct edgees_noise_kind* no
 int edgees_vector(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                   const struct edgees_member* member, float* out);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif
