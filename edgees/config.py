@@ -1,0 +1,395 @@
+"""Every setting of a run: a file (TOML or YAML) and flags in, one frozen :class:`Config` out.
+
+The same names are used in files, as flags (``--sigma-end``) and as fields. Each field carries its documentation
+(:func:`describe`), its range and whether it may differ on resume, so that help texts, checks and README cannot
+drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from edgees.errors import UsageError
+
+DEFAULT_GENERATIONS = 10
+"""In force when neither ``generations`` nor ``time`` is given."""
+
+
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: tuple[Any, ...] = (),
+    free: bool = False,
+    path: bool = False,
+    group: str = "run",
+) -> Any:
+    """A documented field. ``low``/``high`` are inclusive, ``above`` exclusive; ``free``: may change on resume."""
+    metadata = {
+        "doc": doc, "low": low, "high": high, "above": above, "choices": choices, "free": free, "path": path,
+        "group": group,
+    }  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one run; see :func:`describe` for what each means."""
+
+    model: str = _setting("smollm2-135m", "GGUF file, Hugging Face folder or id, or smollm2-135m", path=True)
+    task: str = _setting("home", "home, sums, jsonl:FILE, reasoning_gym:NAME", path=True)
+    reward: tuple[str, ...] = _setting(
+        (), "FILE.py[:FUNCTION] or a built-in scorer, several allowed; empty: the task's own", path=True
+    )
+    eval_data: str = _setting("", "JSONL file of held-out rows; empty: a split of the task's rows", path=True)
+    system: str | None = _setting(None, "system message put before every prompt instead of the task's own")
+    run: str = _setting("", "run folder; empty: runs/<task>-<number>", free=True)
+    engine: str = _setting("llamacpp", "what runs the model", choices=("llamacpp", "torch", "toy"))
+    threads: int = _setting(0, "CPU threads; 0: all cores. Never changes a result", low=0, high=4096, free=True)
+    parallel: int = _setting(0, "sequences computed at once; 0: by need. Never changes a result", low=0, free=True)
+    seed: int = _setting(0, "seed of all noise and of the order of rows", low=0, high=2**63 - 1)
+
+    generations: int = _setting(
+        0, f"generations to run; 0: until the time is over ({DEFAULT_GENERATIONS} if no time is set)", low=0,
+        high=2**31, group="length",
+    )  # fmt: skip
+    time: float = _setting(
+        0.0, "stop after the generation that passes this time: 90s, 15m, 1h30m, or seconds; 0: no limit", low=0.0,
+        group="length",
+    )  # fmt: skip
+
+    scope: str = _setting(
+        "full",
+        "full: every weight, beside the base in residual planes; adapter: every matrix through a low-rank adapter; "
+        "lattice: every weight on the base's own 4-bit grid",
+        choices=("full", "adapter", "lattice"), group="what is tuned",
+    )  # fmt: skip
+    bits: int = _setting(4, "scope full: bits a weight of the residual plane", choices=(2, 4, 8), group="what is tuned")
+    factors: int = _setting(
+        32, "scope adapter: rank of the adapter (pool of right factors)", low=1, high=4096, group="what is tuned"
+    )
+    params: str = _setting("", "regular expression: tune only tensors whose name it finds", group="what is tuned")
+    sigma_abs: float | None = _setting(
+        None, "absolute sigma instead of one relative to each tensor's RMS (to repeat papers); lr is absolute too",
+        above=0.0, group="search",
+    )  # fmt: skip
+
+    noise: str = _setting("lowrank", "kind of perturbation", choices=("sign", "lowrank", "normal"), group="search")
+    rank: int = _setting(1, "rank of the lowrank noise", low=1, high=64, group="search")
+    pairs: int = _setting(16, "antithetic pairs of members per generation", low=1, high=65536, group="search")
+    rows: int = _setting(8, "rows of the task that every member of a generation answers", low=1, group="search")
+    sigma: float = _setting(0.04, "size of a perturbation, relative to each tensor's RMS", above=0.0, group="search")
+    sigma_end: float = _setting(
+        0.5, "sigma at the end of the run as a fraction of the first (cosine in between)", above=0.0, high=10.0,
+        group="search",
+    )  # fmt: skip
+    lr: float = _setting(
+        0.2,
+        "length of a step: with z-scored rewards an update moves each tensor by about lr/sqrt(pairs) of its RMS, "
+        "whatever sigma is; follows sigma's schedule",
+        above=0.0, group="search",
+    )  # fmt: skip
+    shaping: str = _setting(
+        "zscore", "how rewards become coefficients", choices=("zscore", "ranks", "raw"), group="search"
+    )
+    shrink: bool = _setting(True, "shorten the step by the share of it that is noise", group="search")
+    decay: float = _setting(
+        0.0, "share of the learned delta forgotten per generation", low=0.0, high=1.0, group="search"
+    )
+    drift_budget: float = _setting(
+        0.0, "bound on the RMS of the learned delta relative to the weights'; 0: none", low=0.0, group="search"
+    )
+
+    max_tokens: int = _setting(0, "tokens a reply may have; 0: the task's own limit", low=0, group="replies")
+    temperature: float = _setting(0.0, "sampling temperature in tuning; 0: greedy", low=0.0, group="replies")
+    context: int = _setting(0, "tokens one sequence may have; 0: by need", low=0, group="replies")
+    loglik: float = _setting(
+        0.0, "first weight (0 to 1) of the likelihood of the reference answer in the reward", low=0.0, high=1.0,
+        group="reward",
+    )  # fmt: skip
+    loglik_hold: float = _setting(
+        0.3, "fraction of the run for which that weight stays", low=0.0, high=1.0, group="reward"
+    )
+    loglik_end: float = _setting(
+        0.8, "fraction of the run at which it has fallen to 0", low=0.0, high=1.0, group="reward"
+    )
+    scorer_timeout: float = _setting(60.0, "seconds one call of the scorer may take", above=0.0, group="reward")
+    max_invalid: float = _setting(
+        0.25, "share of a generation's rewards that may be invalid before the run stops", low=0.0, high=1.0,
+        group="reward",
+    )  # fmt: skip
+
+    heldout: float = _setting(0.2, "fraction of the rows held out where the task has no split", low=0.0, high=0.9)
+    limit: int = _setting(0, "use only the first so many training rows; 0: all", low=0)
+    eval_every: int = _setting(2, "generations between held-out evaluations; 0: only first and last", low=0)
+    eval_rows: int = _setting(64, "held-out rows scored each time; 0: all", low=0)
+
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"hidden": True})
+    """Names that the user set himself; a task's own defaults fill only the others."""
+
+    @property
+    def max_generations(self) -> int | None:
+        """Generations at most, or None when only the time limits the run."""
+        return self.generations or (None if self.time else DEFAULT_GENERATIONS)
+
+    @property
+    def view(self) -> str:
+        """Where the delta lives: ``refined``, ``adapter`` or ``lattice`` (design.md)."""
+        return "refined" if self.scope == "full" else self.scope
+
+    def with_defaults(self, defaults: Mapping[str, Any], source: str = "task") -> Config:
+        """Fill what the user left open with a task's own defaults."""
+        chosen = {k: v for k, v in defaults.items() if k not in self.given}
+        # A user's time limit is not to be cut short by the task's number of generations, nor the reverse.
+        if self.given & {"time", "generations"}:
+            chosen.pop("time", None)
+            chosen.pop("generations", None)
+        values = {k: _coerce(k, v, source) for k, v in chosen.items()}
+        return _checked(dataclasses.replace(self, **values), source)
+
+    def public(self, free: bool = True) -> dict[str, Any]:
+        """Plain dict of all settings; ``free=False`` leaves out those that may change on resume."""
+        return {name: _plain(getattr(self, name)) for name, f in SETTINGS.items() if free or not f.metadata["free"]}
+
+
+SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in fields(Config) if not f.metadata.get("hidden")}
+
+
+def describe(name: str) -> str:
+    """One sentence on a setting with its default and choices, for help texts and README."""
+    f = SETTINGS[name]
+    text = str(f.metadata["doc"])
+    if f.metadata["choices"]:
+        text += " (" + ", ".join(str(c) for c in f.metadata["choices"]) + ")"
+    default = _plain(f.default)
+    return text if default in (None, "", []) else f"{text} [default: {default}]"
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a TOML (``.toml``) or YAML (``.yaml``, ``.yml``) file; ``overrides`` (flags) win over it.
+
+    Names may be written with ``-``. Relative paths in the file that exist beside the file are taken from there.
+    ``None`` in ``overrides`` means "not given".
+
+    :raises UsageError: unreadable file, unknown name, wrong type, value out of range; file and name are told.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        for key, value in _read(file).items():
+            name = _known(key, str(file))
+            values[name] = _beside(name, _coerce(name, value, str(file)), file.parent)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            name = _known(key, "command line")
+            values[name] = _coerce(name, value, "command line")
+    return _checked(Config(**values, given=frozenset(values)), str(path) if path is not None else "command line")
+
+
+def to_toml(config: Config) -> str:
+    """The complete configuration as TOML; :func:`load` of it gives an equal :class:`Config`."""
+    lines = ["# edgees: all settings of this run"]
+    for name, f in SETTINGS.items():
+        value = getattr(config, name)
+        comment = str(f.metadata["doc"])
+        lines.append(f"\n# {comment}")
+        lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def differences(a: Config | Mapping[str, Any], b: Config | Mapping[str, Any], free: bool = True) -> list[str]:
+    """``name: value in a -> value in b`` for each setting in which they differ (``free=False``: that matters)."""
+    left = a.public(free) if isinstance(a, Config) else dict(a)
+    right = b.public(free) if isinstance(b, Config) else dict(b)
+    names = [n for n in SETTINGS if n in left or n in right]
+    names += sorted((set(left) | set(right)) - set(SETTINGS))
+    if not free:
+        names = [n for n in names if n not in SETTINGS or not SETTINGS[n].metadata["free"]]
+    default = Config().public()
+    result = []
+    for n in names:
+        old, new = left.get(n, default.get(n)), right.get(n, default.get(n))
+        if _plain(old) != _plain(new):
+            result.append(f"{n}: {_show(old)} -> {_show(new)}")
+    return result
+
+
+def duration(text: str | float) -> float:
+    """Seconds from ``90``, ``"90s"``, ``"15m"``, ``"1h30m"``, ``"2d"``. :raises ValueError: anything else."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    cleaned = str(text).strip().lower().replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", cleaned):
+        return float(cleaned)
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", cleaned):
+        raise ValueError("a time like 90s, 15m or 1h30m is needed")
+    unit = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(number) * unit[u] for number, _, u in re.findall(r"(\d+(\.\d+)?)([dhms])", cleaned))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"no configuration file {file}", "give a .toml or .yaml file, or flags only") from None
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a folder, not a configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+    suffix = file.suffix.lower()
+    data: Any
+    if suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{file} is not valid YAML: {error}") from error
+    elif suffix == ".toml":
+        tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{file} is not valid TOML: {error}") from error
+    else:
+        raise UsageError(f"{file}: a configuration ends in .toml, .yaml or .yml")
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(f"{file} holds a {type(data).__name__}, not settings", "write lines like: generations = 20")
+    return data
+
+
+def _known(key: Any, source: str) -> str:
+    name = str(key).replace("-", "_")
+    if name in SETTINGS:
+        return name
+    near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "known settings: " + ", ".join(SETTINGS)
+    raise UsageError(f"{source}: unknown setting {str(key)!r}", hint)
+
+
+def _coerce(name: str, value: Any, source: str) -> Any:
+    """``value`` as the type that the setting has."""
+    kind = str(_known_type(name))
+    try:
+        if name == "time":
+            return duration(value)
+        if kind == "tuple[str, ...]":
+            items = [value] if isinstance(value, str) else value
+            if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
+                raise ValueError("a text or a list of texts is needed")
+            return tuple(items)
+        if kind == "bool":
+            if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+                return value.lower() in ("true", "yes")
+            if not isinstance(value, bool):
+                raise ValueError("true or false is needed")
+            return value
+        if kind == "str" or kind == "str | None":
+            if not isinstance(value, str):
+                raise ValueError("a text is needed")
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError("a number is needed")
+        # YAML 1.1 reads 1e-3 as text.
+        number = float(value) if not isinstance(value, int) else value
+        if kind == "int":
+            if number != int(number):
+                raise ValueError("a whole number is needed")
+            return int(number)
+        return float(number)
+    except (ValueError, OverflowError) as error:
+        reason = str(error) if "needed" in str(error) else "a number is needed"
+        raise UsageError(f"{source}: {name} = {_show(value)}: {reason}", describe(name)) from None
+
+
+def _known_type(name: str) -> Any:
+    return SETTINGS[name].type
+
+
+def _beside(name: str, value: Any, folder: Path) -> Any:
+    """Paths in a configuration file mean files beside it, wherever the command runs."""
+    if not SETTINGS[name].metadata["path"]:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_beside(name, v, folder) for v in value)
+    prefix, path = ("jsonl:", value[6:]) if value.startswith("jsonl:") else ("", value)
+    bare, tail = path, ""
+    if name == "reward":
+        match = re.fullmatch(r"(.+?\.py)(:.*)?", path)
+        if match:
+            bare, tail = match.group(1), match.group(2) or ""
+    if bare and not Path(bare).is_absolute() and (folder / bare).exists():
+        return prefix + str(folder / bare) + tail
+    return str(value)
+
+
+def _checked(config: Config, source: str) -> Config:
+    for name, f in SETTINGS.items():
+        value, meta = getattr(config, name), f.metadata
+        if value is None:
+            continue
+        problem = ""
+        if meta["choices"] and value not in meta["choices"]:
+            problem = "one of " + ", ".join(str(c) for c in meta["choices"]) + " is needed"
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                problem = "a finite number is needed"
+            elif meta["low"] is not None and value < meta["low"]:
+                problem = f"at least {meta['low']:g} is needed"
+            elif meta["above"] is not None and value <= meta["above"]:
+                problem = f"more than {meta['above']:g} is needed"
+            elif meta["high"] is not None and value > meta["high"]:
+                problem = f"at most {meta['high']:g} is allowed"
+        if problem:
+            raise UsageError(f"{source}: {name} = {_show(value)}: {problem}", describe(name))
+    if config.params:
+        try:
+            re.compile(config.params)
+        except re.error as error:
+            raise UsageError(f"{source}: params = {config.params!r} is no regular expression: {error}") from None
+    if config.scope == "adapter":
+        if config.noise != "lowrank":
+            raise UsageError(
+                f"{source}: noise = {config.noise!r} with scope = 'adapter': an adapter needs noise = 'lowrank'",
+                "use scope full for the dense kinds",
+            )
+        if config.rank > config.factors:
+            raise UsageError(f"{source}: rank = {config.rank} is more than factors = {config.factors}")
+    if config.loglik_hold > config.loglik_end:
+        raise UsageError(
+            f"{source}: loglik_hold = {config.loglik_hold:g} lies after loglik_end = {config.loglik_end:g}"
+        )
+    return config
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: Any) -> str:
+    return json.dumps(_plain(value), ensure_ascii=False, default=str)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
