@@ -8,6 +8,7 @@ every count and offset must be checked against the file's real size before it is
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import re
@@ -286,7 +287,7 @@ class GgufFile:
                 )
             self.tensors[name] = GgufTensor(name, type_name, (rows, dims[0]), begin, nbytes, dims)
         regions = sorted((t.offset, t.offset + t.nbytes, t.name) for t in self.tensors.values())
-        for (_, end, left), (begin, _, right) in zip(regions, regions[1:], strict=False):
+        for (_, end, left), (begin, _, right) in itertools.pairwise(regions):
             if begin < end:
                 raise ModelError(f"{self.path}: tensors {left!r} and {right!r} overlap at byte {begin}")
 
@@ -378,3 +379,198 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
         while piece := handle.read(CHUNK):
             digest.update(piece)
     return "sha256:" + digest.hexdigest()
+
+
+# ---- writing
+Producer = Callable[[], Iterable[bytes | bytearray | memoryview | np.ndarray]]
+"""Called once, yields the tensor's bytes in order, in pieces of any size."""
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to write. dims: fastest first, as in the file; produce: see :data:`Producer`."""
+
+    name: str
+    type_name: str
+    dims: tuple[int, ...]
+    produce: Producer
+
+    @property
+    def nbytes(self) -> int:
+        rows = 1
+        for n in self.dims[1:]:
+            rows *= n
+        return tensor_bytes(self.type_name, (rows, self.dims[0]))
+
+
+def pack_text(text: str) -> bytes:
+    raw = text.encode("utf-8")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pack_kv(key: str, value: Any, kind: int | None = None) -> bytes:
+    """One key/value pair as bytes. Without ``kind``: bool, int (UINT32), float (FLOAT32), str or a list of str."""
+    if kind is None:
+        if isinstance(value, bool):
+            kind = GGUFValueType.BOOL
+        elif isinstance(value, int):
+            kind = GGUFValueType.UINT32
+        elif isinstance(value, float):
+            kind = GGUFValueType.FLOAT32
+        elif isinstance(value, str):
+            kind = GGUFValueType.STRING
+        elif isinstance(value, list):
+            kind = GGUFValueType.ARRAY
+        else:
+            raise TypeError(f"no GGUF type for {type(value).__name__}")
+    head = pack_text(key) + struct.pack("<I", kind)
+    if kind in _SCALARS:
+        return head + struct.pack(_SCALARS[kind], value)
+    if kind == GGUFValueType.STRING:
+        return head + pack_text(value)
+    return head + struct.pack("<IQ", GGUFValueType.STRING, len(value)) + b"".join(pack_text(v) for v in value)
+
+
+def require_space(target: Path, needed: int) -> None:
+    """WillNotFit, naming both numbers, unless ``needed`` bytes and a little more are free where ``target`` will be."""
+    free = shutil.disk_usage(target.parent).free
+    margin = 1 << 16
+    if free < needed + margin:
+        raise WillNotFit(
+            f"{target}: {needed} bytes are needed on its disk, {free} are free",
+            "free some space, choose another --out, or a smaller --type",
+        )
+
+
+def write_all(
+    target: str | os.PathLike[str],
+    pairs: Sequence[bytes],
+    tensors: Sequence[NewTensor],
+    *,
+    alignment: int = DEFAULT_ALIGNMENT,
+) -> Path:
+    """Write a GGUF (version 3): ``pairs`` as packed by :func:`pack_kv`, then the tensors, streamed.
+
+    The file appears under its name only when it is complete and on disk; on any failure an older file of that name is
+    untouched and nothing is left beside it. Raises WillNotFit before writing if the disk is too full, ExportError if
+    writing fails or a producer yields a wrong number of bytes.
+    """
+    path = Path(target)
+    table, offset = [], 0
+    for t in tensors:
+        head = pack_text(t.name) + struct.pack("<I", len(t.dims)) + struct.pack(f"<{len(t.dims)}Q", *t.dims)
+        table.append(head + struct.pack("<IQ", GGMLQuantizationType[t.type_name], offset))
+        offset += -(-t.nbytes // alignment) * alignment
+    header = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join(pairs) + b"".join(table)
+    header += b"\0" * (-len(header) % alignment)
+    with atomic_file(path, len(header) + offset) as out:
+        out.write(header)
+        for t in tensors:
+            written = 0
+            for piece in t.produce():
+                data = np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else memoryview(piece)
+                out.write(data.cast("B"))
+                written += data.nbytes
+            if written != t.nbytes:
+                raise ExportError(f"{path}: tensor {t.name!r} gave {written} bytes instead of {t.nbytes}")
+            out.write(b"\0" * (-written % alignment))
+    return path
+
+
+class atomic_file:
+    """``with atomic_file(path, bytes_needed) as out``: a file that replaces ``path`` at the end, or leaves no trace."""
+
+    def __init__(self, target: Path, needed: int) -> None:
+        self.target, self.needed = target, needed
+
+    def __enter__(self) -> Any:
+        if self.target.is_dir():
+            raise ExportError(f"{self.target} is a folder")
+        try:
+            require_space(self.target, self.needed)
+            self._fd, self._temp = tempfile.mkstemp(prefix=".edgees-", suffix=".part", dir=self.target.parent)
+        except OSError as error:
+            raise _cannot_write(self.target, error) from error
+        self._out = os.fdopen(self._fd, "wb", buffering=CHUNK)
+        return self._out
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._out.flush()
+                mask = os.umask(0)
+                os.umask(mask)
+                os.chmod(self._temp, 0o666 & ~mask)  # mkstemp's 0600 would lock out other users
+                os.fsync(self._fd)
+                self._out.close()
+                os.replace(self._temp, self.target)
+                _sync_folder(self.target.parent)
+                return
+        except OSError as later:
+            error = later
+        try:
+            self._out.close()
+        except OSError:
+            pass  # the buffer could not be flushed either: the file goes anyway
+        Path(self._temp).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _cannot_write(self.target, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _cannot_write(target: Path, error: OSError) -> EdgeesError:
+    return ExportError(
+        f"cannot write {target}: {error.strerror or error}",
+        "check that the folder exists, is writable and has space; a file already there is unchanged",
+    )
+
+
+def write_like(
+    base: GgufFile,
+    target: str | os.PathLike[str],
+    replace: Mapping[str, tuple[str, Producer]],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """A GGUF with every key and tensor of ``base``, in its order, some tensors replaced.
+
+    replace: name -> (type name, producer of the bytes in that type, same shape as the base's tensor).
+    metadata: keys to set (new value in the old one's type and place, or appended); None removes a key.
+    """
+    unknown = sorted(set(replace) - set(base.tensors))
+    if unknown:
+        raise ExportError(f"{base.path} has no tensor {unknown[0]!r}")
+    changes = dict(metadata or {})
+    pairs: list[bytes] = []
+    for key in base.metadata:
+        if key not in changes:
+            pairs.append(base.kv_bytes(key))
+            continue
+        value = changes.pop(key)
+        if value is not None:
+            kind = base.kinds[key][0]
+            pairs.append(pack_kv(key, value, kind if kind in _SCALARS or isinstance(value, str) else None))
+    pairs += [pack_kv(key, value) for key, value in changes.items() if value is not None]
+
+    def copied(name: str) -> Producer:
+        def pieces() -> Iterator[np.ndarray]:
+            data = base.raw(name)
+            for start in range(0, len(data), CHUNK):
+                yield data[start : start + CHUNK]
+
+        return pieces
+
+    tensors = []
+    for name, t in base.tensors.items():
+        type_name, produce = replace.get(name) or (t.type_name, copied(name))
+        tensors.append(NewTensor(name, type_name, t.dims, produce))
+    return write_all(target, pairs, tensors, alignment=base.alignment)

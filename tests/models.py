@@ -7,6 +7,7 @@ byte-level BPE learned from a paragraph below; the chat template is ChatML.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -54,7 +55,7 @@ def vocabulary(merges: int = 189) -> tuple[tuple[str, ...], tuple[str, ...]]:
     while len(rules) < merges:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, n in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += n
         best = min(pairs, key=lambda p: (-pairs[p], p))
         rules.append(" ".join(best))
