@@ -107,6 +107,27 @@ int edgees_row(const struct edgees_tensor* t, const struct edgees_noise_kind* no
 int edgees_vector(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                   const struct edgees_member* member, float* out);
 
+// llama/accel.cpp: a backend inside stock llama.cpp
+typedef struct edgees_session edgees_session;
+int edgees_llama_install(void* library);  // handle of libllama; once per process
+const char* edgees_llama_error(void);     // why install refused
+edgees_session* edgees_session_new(int tensors, int kind, int rank);
+void edgees_session_free(edgees_session* s);
+void edgees_session_activate(edgees_session* s);  // null: llama.cpp runs as if we were not there
+int edgees_session_tensor(edgees_session* s, int index, const char* source, int vector,
+                          const struct edgees_tensor* t);
+// Whose each token (and each token with logits) of the next llama_decode is.
+int edgees_session_batch(edgees_session* s, int members, const struct edgees_member* member,
+                         int64_t tokens, const int32_t* token, const int32_t* owner,
+                         int64_t outputs, const int32_t* output_owner);
+const char* edgees_session_error(const edgees_session* s);
+int64_t edgees_session_seen(const edgees_session* s, int index);
+const char* edgees_session_unclaimed(const edgees_session* s, int index);
+// logits[i]: row i of `vocabulary` floats. out (may be null): natural log-probability of token[i];
+// best (may be null): most likely token.
+int edgees_logprob(const float* const* logits, int64_t rows, int64_t vocabulary,
+                   const int32_t* token, double* out, int32_t* best);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

@@ -72,6 +72,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "edgees_product": (_i32, [_ptr, _ptr, _ptr, _ptr, _i64, _ptr, _ptr]),
     "edgees_row": (_i32, [_ptr, _ptr, _ptr, _i64, _ptr]),
     "edgees_vector": (_i32, [_ptr, _ptr, _ptr, _ptr]),
+    "edgees_llama_install": (_i32, [_ptr]),
+    "edgees_llama_error": (ctypes.c_char_p, []),
+    "edgees_session_new": (_ptr, [_i32, _i32, _i32]),
+    "edgees_session_free": (None, [_ptr]),
+    "edgees_session_activate": (None, [_ptr]),
+    "edgees_session_tensor": (_i32, [_ptr, _i32, ctypes.c_char_p, _i32, _ptr]),
+    "edgees_session_batch": (_i32, [_ptr, _i32, _ptr, _i64, _ptr, _ptr, _i64, _ptr]),
+    "edgees_session_error": (ctypes.c_char_p, [_ptr]),
+    "edgees_session_seen": (_i64, [_ptr, _i32]),
+    "edgees_session_unclaimed": (ctypes.c_char_p, [_ptr, _i32]),
+    "edgees_logprob": (_i32, [_ptr, _i64, _i64, _ptr, _ptr, _ptr]),
 }  # fmt: skip
 
 
