@@ -1,0 +1,141 @@
+"""Script of the scorer child: imports a user's file once and calls its functions on request.
+
+Options: one of {"file"}, {"regex"}, {"gym": {"name", "parameters"}}.
+Requests: {"op": "load", "name"} and {"op": "score", "name", "arguments": {...}, "entries"?}.
+Answers to ``load``: {"functions", "found", "accepts", "required"}; to ``score``: {"values": [[ok, number | reason]]};
+or {"error", "where", "trace"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+if sys.path and os.path.abspath(sys.path[0]) == _HERE:
+    sys.path.pop(0)  # our own file names must not hide the user's modules
+sys.path.insert(0, _HERE)
+import calling  # noqa: E402
+import protocol  # noqa: E402
+
+sys.path.pop(0)
+
+
+def load_file(path: str) -> ModuleType:
+    sys.path.insert(0, os.path.dirname(path))
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def own_functions(module: ModuleType) -> list[str]:
+    """Names to suggest: what the file itself defines."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == module.__name__
+    )
+
+
+def failure(error: BaseException, path: str) -> dict[str, Any]:
+    """What went wrong and where: the innermost frame of the user's file, and the last lines of the traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{os.path.basename(error.filename)}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        folder = os.path.dirname(path)
+        own = [f for f in frames if path and os.path.dirname(os.path.abspath(f.filename)) == folder]
+        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    last = traceback.format_exception_only(type(error), error)[-1].strip()
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip().splitlines()
+    return {"error": last[:1000], "where": where, "trace": "\n".join(lines[-6:])[-2000:]}
+
+
+def regex_scorer(pattern: str) -> Callable[..., list[float]]:
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def score(completions: list[str], answer: list[str | None]) -> list[float]:
+        return [regex_credit(compiled, text, wanted) for text, wanted in zip(completions, answer)]  # noqa: B905
+
+    return score
+
+
+def regex_credit(compiled: re.Pattern[str], text: str, wanted: str | None) -> float:
+    text = text.strip()
+    found = compiled.search(text)
+    if found is None:
+        return 0.0
+    if compiled.groups and wanted is not None:
+        return 1.0 if (found.group(1) or "").strip() == wanted.strip() else 0.1
+    return 1.0 if compiled.fullmatch(text) else 0.5
+
+
+def gym_scorer(name: str, parameters: Mapping[str, Any]) -> Callable[..., list[float]]:
+    import base64
+    import pickle
+
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(name, **parameters)
+
+    def score(completions: list[str], entries: list[str]) -> list[float]:
+        # The entries were pickled by our own parent: tuples and sets in them survive, which JSON would not keep.
+        unpacked = [pickle.loads(base64.b64decode(entry)) for entry in entries]
+        return [dataset.score_answer(text.strip(), entry) for text, entry in zip(completions, unpacked)]  # noqa: B905
+
+    return score
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    path = options.get("file", "")
+    functions: dict[str, Any] = {}
+    listed: list[str] = []
+
+    def load() -> None:
+        if functions:
+            return
+        if "regex" in options:
+            functions["regex"] = regex_scorer(options["regex"])
+        elif "gym" in options:
+            functions["gym"] = gym_scorer(options["gym"]["name"], options["gym"]["parameters"])
+        else:
+            module = load_file(path)
+            listed.extend(own_functions(module))
+            functions.update(vars(module))  # imported functions and callable objects may be named as well
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            load()
+            function = functions.get(request["name"])
+            if request["op"] == "load":
+                usable = callable(function)
+                accepts, required = calling.parameters_of(function) if usable else ([], [])
+                return {"found": usable, "functions": listed, "accepts": accepts, "required": required}
+            return calling.call(function, request["arguments"])
+        except BaseException as error:  # SystemExit too: it must not end the loop
+            return failure(error, path)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+
+    protocol.serve(handle)
+
+
+if __name__ == "__main__":
+    main()

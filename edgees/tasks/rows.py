@@ -1,0 +1,119 @@
+"""What a task is: rows to answer, how answers are paid, which rows are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgees.errors import DataError
+
+RewardFunction = Callable[..., Any]
+"""TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to answer.
+
+    id: unique in its task and stable from run to run (it stands in the history).
+    messages: the conversation so far (``role``, ``content``), ending before the answer. Without the task's system
+        message: :meth:`Task.conversation` adds it.
+    columns: every further column of the data, as scorers get them; JSON values.
+    answer: reference text for ``loglik`` and the built-in scorers; None where there is none.
+    prompt: the text itself where the data had a plain string, None where it had messages. It decides, as in TRL,
+        whether scorers see strings or lists of messages.
+    entry: what only the task's own scorer needs; never shown to the user's.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    answer: str | None = None
+    prompt: str | None = None
+    entry: str | None = None
+
+    @classmethod
+    def plain(cls, id: str, prompt: str, answer: str | None = None, **columns: Any) -> Row:
+        """A row with a plain string prompt; ``answer`` is a column, too."""
+        if answer is not None:
+            columns = {"answer": answer, **columns}
+        return cls(id, ({"role": "user", "content": prompt},), columns, answer, prompt)
+
+    def content_key(self) -> str:
+        """Digest of what the model is asked: equal for rows that differ only in id or columns."""
+        text = json.dumps([dict(sorted(message.items())) for message in self.messages])
+        return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+
+
+Metric = Callable[[Row, str], float]
+"""A named measure of one answer, reported beside the reward and never optimised."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows and what goes with them.
+
+    name: as given. train, heldout: no question stands in both. reward: what :func:`edgees.rewards.load` takes
+    (specs or functions); empty where the user must bring a scorer. system: system message for rows that have none.
+    max_tokens: room for an answer. metrics: further measures by name. warnings: what should be said aloud.
+    defaults: configuration values that suit the task, below anything the user says.
+    """
+
+    name: str
+    train: tuple[Row, ...]
+    heldout: tuple[Row, ...]
+    reward: tuple[str | RewardFunction, ...] = ()
+    system: str | None = None
+    max_tokens: int = 256
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def conversation(self, row: Row, system: str | None = None) -> list[dict[str, str]]:
+        """The row's messages with the system message in front (``system`` instead of the task's, if given)."""
+        text = self.system if system is None else system
+        own = bool(row.messages) and row.messages[0]["role"] in ("system", "developer")
+        head = [{"role": "system", "content": text}] if text and not own else []
+        return [*head, *(dict(message) for message in row.messages)]
+
+
+def split_rows(rows: Sequence[Row], heldout: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """(train, held-out) by a hash of each row's question: the same rows give the same split in any order.
+
+    ``heldout`` is the share of distinct questions held out, at least one, and at least one is left to train on;
+    rows with the same question always land on the same side. DataError for fewer than two distinct questions.
+    """
+    if not 0.0 < heldout < 1.0:
+        raise DataError(f"the held-out share must lie between 0 and 1, not {heldout:g}", "For example 0.2.")
+    keys = [row.content_key() for row in rows]
+    distinct = sorted(set(keys), key=lambda key: hashlib.blake2b(f"{seed} {key}".encode(), digest_size=16).digest())
+    if len(distinct) < 2:
+        raise DataError(
+            f"{len(rows)} row(s) with {len(distinct)} distinct question(s) cannot be split into training and held-out",
+            "Add rows, or give the held-out ones in a file of their own: --eval-data FILE.",
+        )
+    count = min(max(round(len(distinct) * heldout), 1), len(distinct) - 1)
+    chosen = set(distinct[:count])
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
+    held = [row for row, key in zip(rows, keys, strict=True) if key in chosen]
+    return train, held
+
+
+def without_overlap(train: Iterable[Row], heldout: Iterable[Row], source: str) -> tuple[list[Row], list[str]]:
+    """Training rows whose question is not among the held-out ones, and a warning if some were dropped."""
+    seen = {row.content_key() for row in heldout}
+    train = list(train)
+    kept = [row for row in train if row.content_key() not in seen]
+    dropped = [row.id for row in train if row.content_key() in seen]
+    if not kept:
+        raise DataError(
+            f"every training row also stands in {source}",
+            "Held-out rows must not be trained on: give --eval-data other rows, or leave it out for a split.",
+        )
+    if not dropped:
+        return kept, []
+    names = ", ".join(dropped[:5]) + (", ..." if len(dropped) > 5 else "")
+    return kept, [f"{len(dropped)} training row(s) also stand in {source} and are not trained on: {names}"]
