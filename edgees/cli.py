@@ -1,0 +1,282 @@
+"""The command line. Everything heavy is imported inside the commands, so that ``edgees --help`` is instant.
+
+Exit codes: 0 ok, 1 runtime, 2 usage or configuration, 3 will not fit, 4 scorer broken, 130 interrupted (state saved).
+With ``--json`` exactly one JSON document goes to standard output, last; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from edgees import __version__
+from edgees.errors import EdgeesError, Interrupted, UsageError, WillNotFit
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the ``edgees`` command; always leaves through SystemExit with a documented code."""
+    code = run(argv)
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _abandon_stdout()
+        code = code or 1
+    sys.exit(code)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and turns whatever comes out of it into an exit code and at most three lines on stderr."""
+    try:
+        result = cli.main(args=None if argv is None else list(argv), prog_name="edgees", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort) as error:
+        _complain(Interrupted("interrupted"), error)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        _abandon_stdout()
+        return 1
+    except Exception as error:
+        known = _as_refusal(error)
+        _complain(known, error)
+        return known.exit_code
+
+
+def _as_refusal(error: Exception) -> EdgeesError:
+    if isinstance(error, EdgeesError):
+        return error
+    if isinstance(error, MemoryError):
+        return WillNotFit("out of memory", "smaller batches, a shorter context or --scope adapter need less")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WillNotFit(f"no space left on the disk{_about(error)}", "free some space, then: edgees resume RUN")
+    if isinstance(error, OSError) and error.strerror:
+        return EdgeesError(f"{error.strerror}{_about(error)}", "check the path and its permissions")
+    return EdgeesError(
+        f"unexpected {type(error).__name__}: {error}",
+        "this is a fault in edgees: run again with --debug for the traceback",
+    )
+
+
+def _about(error: OSError) -> str:
+    return f": {error.filename}" if error.filename else ""
+
+
+def _complain(refusal: EdgeesError, cause: BaseException) -> None:
+    with contextlib.suppress(OSError):
+        if os.environ.get("EDGEES_DEBUG", "0") not in ("", "0"):
+            traceback.print_exception(cause, file=sys.stderr)
+        print(f"error: {refusal.message}", file=sys.stderr)
+        if refusal.hint:
+            print(f"hint: {refusal.hint}", file=sys.stderr)
+
+
+def _abandon_stdout() -> None:
+    """The reader has gone: let the interpreter's last flush go nowhere instead of complaining."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- building blocks of commands --------------------------------------------------------------------------------------
+
+
+class Command(click.Command):
+    """A command with ``--debug`` everywhere; with ``from_config`` also one option per field of ``Config``."""
+
+    def __init__(self, *args: Any, from_config: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.from_config = from_config
+        self.params.append(debug_option())
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        if not self.from_config:
+            return params
+        own = [param for param in params if isinstance(param, click.Argument)]
+        return [*own, *config_options(), *(param for param in params if param not in own)]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Settings stand under the headings that the configuration gives them."""
+        if not self.from_config:
+            super().format_options(ctx, formatter)
+            return
+        from edgees.config import SETTINGS
+
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                setting = SETTINGS.get(str(param.name))
+                heading = str(setting.metadata["group"]).capitalize() if setting else "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class Group(click.Group):
+    command_class = Command
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(debug_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which a person needs them."""
+        return list(self.commands)
+
+
+def debug_option() -> click.Option:
+    def switch_on(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            os.environ["EDGEES_DEBUG"] = "1"
+
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=switch_on,
+        help="Show tracebacks of errors.",
+    )
+
+
+METAVARS = {"int": "N", "float": "X"}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+
+
+@contextlib.contextmanager
+def one_document(wanted: bool) -> Iterator[dict[str, Any]]:
+    """Yields a dict to fill. When ``wanted``, whatever anybody prints meanwhile, C libraries and scorers included, goes
+    to standard error, and the dict is printed on standard output at the end, unless the body raises."""
+    document: dict[str, Any] = {}
+    if not wanted:
+        yield document
+        return
+    with _stdout_to_stderr() as out:
+        yield document
+        out.write(json.dumps(plain(document), ensure_ascii=False, allow_nan=False) + "\n")
+        out.flush()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[TextIO]:
+    try:
+        real = sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):  # not a file (a test's buffer): then only Python's own output moves
+        real = False
+    if not real:
+        out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield out
+        return
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with io.TextIOWrapper(os.fdopen(os.dup(saved), "wb"), encoding="utf-8") as out:
+            yield out
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def plain(value: Any) -> Any:
+    """JSON-ready: NaN and infinities become null, paths strings, NumPy scalars numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# --- options from the configuration -----------------------------------------------------------------------------------
+
+
+def config_options() -> list[click.Option]:
+    """One option per setting: name, type and help come from ``edgees.config``, nothing is listed twice.
+
+    All default to None, that is, not given: the file's value, or else the default, holds then. Values go on as text;
+    the configuration converts and checks them, with the same words as for a file.
+    """
+    from edgees.config import SETTINGS, describe
+
+    options = []
+    for name, setting in SETTINGS.items():
+        flag = "--" + name.replace("_", "-")
+        if setting.type == "bool":
+            options.append(click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=describe(name)))
+            continue
+        options.append(
+            click.Option(
+                [flag, name],
+                type=str,
+                default=None,
+                multiple=str(setting.type).startswith("tuple"),
+                metavar=METAVARS.get(str(setting.type).removesuffix(" | None"), "TEXT"),
+                help=describe(name),
+            )
+        )
+    return options
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that the user gave."""
+    return {name: value for name, value in flags.items() if value is not None and value != ()}
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="edgees")
+def cli() -> None:
+    """Tune all weights of a 4-bit language model with forward passes only.
+
+    \b
+    edgees tune --model model.gguf --task jsonl:rows.jsonl --reward score.py
+    edgees eval runs/NAME
+    edgees export runs/NAME --to gguf --out out/ --verify
+    """
+
+
+@cli.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """What runs on this machine, and why the rest does not."""
+    from edgees import doctor as findings
+
+    with one_document(as_json) as document:
+        found = findings.examine()
+        document |= found
+        if as_json:
+            return
+        for fine, subject, text, hint in findings.lines(found):
+            click.echo(f"{ {True: 'ok', False: 'NO', None: '--'}[fine] }  {subject:<10}{text}")
+            if hint:
+                click.echo(f"    {'':<10}hint: {hint}")

@@ -1,0 +1,468 @@
+"""What a person sees of a run: progress in the terminal, the closing table, reward.png, metrics.csv and the run's page.
+
+Observers are told by ``tune`` what happens and never steer it. All that they get is JSON-ready:
+
+- ``on_start(info)``: run, model, task, generations (or None), seconds (limit or None), members, rows, weights,
+  generation (the first one to run);
+- ``on_progress(done, total, tokens)``: requests of the generation or evaluation under way, tokens processed in it;
+- ``on_generation(record)`` and ``on_eval(record)``: a line of ``metrics.jsonl``, see :data:`COLUMNS`;
+- ``on_message(text)``: a sentence that a person should read (no signal, tensors that stay frozen);
+- ``on_end(summary)``: what ``tune --json`` prints.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from edgees.errors import RunError
+
+COLUMNS = (
+    "generation",
+    "reward",
+    "reward_std",
+    "heldout",
+    "heldout_se",
+    "best",
+    "sigma",
+    "lr",
+    "shrink",
+    "drift",
+    "distinct",
+    "excluded",
+    "tokens",
+    "seconds",
+    "peak_rss_bytes",
+)
+"""Columns of metrics.csv, one line a generation. ``reward``: mean over members of the training reward; ``reward_std``:
+its standard deviation over members; ``heldout``, ``heldout_se``: mean and standard error over held-out rows of what has
+been learned after that generation (generation 0 is the base), where it was evaluated; ``best``: 1 where that was the
+best so far; ``distinct``: distinct answers; ``excluded``: rewards that could not be used; ``seconds``: wall time."""
+
+Record = Mapping[str, Any]
+
+
+class Observer(Protocol):
+    def on_start(self, info: Record) -> None: ...
+
+    def on_progress(self, done: int, total: int, tokens: int) -> None: ...
+
+    def on_generation(self, record: Record) -> None: ...
+
+    def on_eval(self, record: Record) -> None: ...
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_end(self, summary: Record) -> None: ...
+
+
+# --- observers ----------------------------------------------------------------------------------------------------
+
+
+def observer(out: TextIO) -> Observer:
+    """A live display where ``out`` is a terminal that can move its cursor, plain lines everywhere else."""
+    if out.isatty() and os.environ.get("TERM", "") != "dumb":
+        return TerminalObserver(out)
+    return PlainObserver(out)
+
+
+class _Figures:
+    """What both observers know of the run so far."""
+
+    def __init__(self) -> None:
+        self.total: int | None = None
+        self.limit: float | None = None
+        self.first = 0
+        self.done = 0
+        self.began = time.monotonic()
+        self.generation_began = self.began
+        self.record: Record = {}
+        self.heldout: Record = {}
+        self.best: Record = {}
+
+    def start(self, info: Record) -> None:
+        self.total = info.get("generations")
+        self.limit = info.get("seconds")
+        self.first = self.done = int(info.get("generation") or 0)
+        self.began = self.generation_began = time.monotonic()
+
+    def generation(self, record: Record) -> None:
+        self.record = record
+        self.done = int(record["generation"])
+        self.generation_began = time.monotonic()
+
+    def evaluation(self, record: Record) -> None:
+        self.heldout = record
+        if record.get("best") or not self.best:
+            self.best = record
+        self.generation_began = time.monotonic()
+
+    def left(self) -> float | None:
+        """Seconds to the end at the pace so far, None before the first generation is through."""
+        elapsed = time.monotonic() - self.began
+        guesses = []
+        if self.total and self.done > self.first:
+            guesses.append(elapsed / (self.done - self.first) * (self.total - self.done))
+        if self.limit:
+            guesses.append(max(0.0, self.limit - elapsed))
+        return min(guesses, default=None)
+
+    def of_total(self) -> str:
+        return f"{self.done}/{self.total}" if self.total else str(self.done)
+
+    def facts(self) -> list[str]:
+        """Reward, held-out score, speed and memory: whatever is known, one text each."""
+        parts = []
+        if self.record:
+            parts.append(f"reward {number(self.record.get('reward'))}")
+        if self.heldout:
+            text = f"held-out {number(self.heldout.get('heldout'))}"
+            if self.best and self.best is not self.heldout:
+                text += f" (best {number(self.best.get('heldout'))} after {self.best.get('generation')})"
+            parts.append(text)
+        if self.record.get("tokens") and self.record.get("seconds"):
+            parts.append(f"{self.record['tokens'] / self.record['seconds']:.0f} tok/s")
+        if self.record.get("peak_rss_bytes"):
+            parts.append(size(self.record["peak_rss_bytes"]))
+        return parts
+
+
+class PlainObserver:
+    """One line per event, no control characters. A reader that went away does not end the run."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.figures = _Figures()
+
+    def line(self, text: str) -> None:
+        try:
+            print(text, file=self.out, flush=True)
+        except (OSError, ValueError):  # closed pipe or file: what the run computes is worth more than its log
+            self.out = io.StringIO()
+
+    def on_start(self, info: Record) -> None:
+        self.figures.start(info)
+        for text in introduction(info):
+            self.line(text)
+
+    def on_progress(self, done: int, total: int, tokens: int) -> None:
+        pass
+
+    def on_generation(self, record: Record) -> None:
+        self.figures.generation(record)
+        parts = [f"reward {number(record.get('reward'))} +- {number(record.get('reward_std'))}"]
+        if record.get("shrink") is not None:
+            parts.append(f"shrink {record['shrink']:.2f}")
+        if record.get("excluded"):
+            parts.append(f"{record['excluded']} rewards excluded")
+        parts += self.figures.facts()[-2:] if record.get("tokens") else []
+        parts.append(f"{duration(record.get('seconds'))}")
+        left = self.figures.left()
+        if left is not None:
+            parts.append(f"{duration(left)} left")
+        self.line(f"generation {self.figures.of_total()}: {', '.join(parts)}")
+
+    def on_eval(self, record: Record) -> None:
+        self.figures.evaluation(record)
+        best = ", best so far" if record.get("best") and record.get("generation") else ""
+        what = f"after generation {record['generation']}" if record.get("generation") else "of the base"
+        self.line(f"held-out score {what}: {number(record.get('heldout'))} +- {number(record.get('heldout_se'))}{best}")
+
+    def on_message(self, text: str) -> None:
+        self.line(text)
+
+    def on_end(self, summary: Record) -> None:
+        for name, value in closing(summary):
+            self.line(f"{name + ':':<12} {value}")
+        self.line(f"next: {following(summary)}")
+
+
+class TerminalObserver:
+    """A live block: bars for generations and members, and one line of figures. Messages scroll above it."""
+
+    def __init__(self, out: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.text import Text
+
+        figures = self.figures = _Figures()
+        self.console = Console(file=out, highlight=False)
+
+        class Bars(Progress):
+            def get_renderables(self) -> Any:
+                yield self.make_tasks_table(self.tasks)
+                if figures.facts():
+                    yield Text("  ".join(figures.facts()), overflow="fold")
+
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None if self.console.width >= 60 else 10),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            expand=self.console.width >= 60,
+        )
+        self.generations = self.bars.add_task("generations", total=None, text="")
+        self.members = self.bars.add_task("members", total=None, text="", visible=False)
+
+    def on_start(self, info: Record) -> None:
+        self.figures.start(info)
+        for text in introduction(info):
+            self.console.print(text, markup=False)
+        self.bars.start()
+        self._show()
+
+    def on_progress(self, done: int, total: int, tokens: int) -> None:
+        elapsed = max(time.monotonic() - self.figures.generation_began, 1e-9)
+        text = f"{done}/{total}" + (f" {tokens / elapsed:.0f} tok/s" if tokens and elapsed > 0.5 else "")
+        self.bars.update(self.members, completed=done, total=total, text=text, visible=True)
+        self._show()
+
+    def on_generation(self, record: Record) -> None:
+        self.figures.generation(record)
+        if record.get("excluded"):
+            self.on_message(f"generation {record['generation']}: {record['excluded']} rewards excluded")
+        self._show()
+
+    def on_eval(self, record: Record) -> None:
+        self.figures.evaluation(record)
+        self._show()
+
+    def on_message(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def on_end(self, summary: Record) -> None:
+        from rich.table import Table
+
+        self.bars.stop()
+        table = Table(show_header=False)
+        for name, value in closing(summary):
+            table.add_row(name, value)
+        self.console.print(table)
+        self.console.print(f"next: {following(summary)}", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the terminal usable, also after an error."""
+        self.bars.stop()
+
+    def _show(self) -> None:
+        left = self.figures.left()
+        text = self.figures.of_total() + (f" {duration(left)} left" if left is not None else "")
+        total, done = self.figures.total, self.figures.done
+        self.bars.update(self.generations, completed=done, total=total, text=text)
+
+
+def introduction(info: Record) -> list[str]:
+    """What is about to happen, in two lines."""
+    length = f"{info['generations']} generations" if info.get("generations") else ""
+    if info.get("seconds"):
+        length += (", " if length else "") + f"at most {duration(info['seconds'])}"
+    start = f"from generation {info['generation']}" if info.get("generation") else ""
+    work = f"{info['members']} members x {info['rows']} rows" if info.get("members") else ""
+    scale = ", ".join(part for part in (length, work, start) if part)
+    return [
+        f"tuning {info.get('model')} on {info.get('task')}: {scale}",
+        f"run folder: {info.get('run')}",
+    ]
+
+
+def closing(summary: Record) -> list[tuple[str, str]]:
+    """Rows of the table at the end."""
+    base, best = _score(summary.get("base")), _score(summary.get("best"))
+    rows = [("base", number(base)), ("best", number(best))]
+    if base is not None and best is not None:
+        rows.append(("difference", f"{best - base:+.3f}"))
+    rows.append(("generations", str(summary.get("generations"))))
+    rows.append(("time", duration(summary.get("seconds"))))
+    if summary.get("tokens"):
+        rows.append(("tokens", f"{summary['tokens']:,}"))
+    if summary.get("peak_rss_bytes"):
+        rows.append(("peak memory", size(summary["peak_rss_bytes"])))
+    return rows
+
+
+def _score(value: Any) -> float | None:
+    """``base`` and ``best`` of a summary are a number, or a record of an evaluation."""
+    if isinstance(value, Mapping):
+        value = value.get("heldout", value.get("mean"))
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def following(summary: Record) -> str:
+    """The command to type next."""
+    return f"edgees eval {shlex.quote(str(summary.get('run')))}"
+
+
+# --- words for numbers --------------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if seconds >= 10 else f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+# --- files of a finished or running run ---------------------------------------------------------------------------
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; a last line cut off by a crash is left out. :raises RunError: no run, or damaged."""
+    path = run / "metrics.jsonl"
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise RunError(
+            f"{run} is not a run folder: it has no metrics.jsonl", "give the folder that tune named"
+        ) from None
+    records = []
+    for index, text in enumerate(texts):
+        try:
+            records.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if index + 1 < len(texts):
+                raise RunError(f"{path}:{index + 1}: not JSON ({error})") from error
+    return records
+
+
+def table(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One dict per generation with the keys of :data:`COLUMNS`; of several lines on a generation later ones win."""
+    merged: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if "generation" in record:
+            row = merged.setdefault(int(record["generation"]), {})
+            row |= {key: value for key, value in record.items() if value is not None}
+    return [{column: merged[generation].get(column) for column in COLUMNS} for generation in sorted(merged)]
+
+
+def write_csv(run: Path, rows: Sequence[Record]) -> Path:
+    """metrics.csv: one line per generation; what is not known is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: int(v) if isinstance(v, bool) else v for key, v in row.items()} for row in rows)
+    return _write(run / "metrics.csv", text.getvalue().encode())
+
+
+def plot(run: Path, rows: Sequence[Record]) -> Path | None:
+    """plots/reward.png: held-out score with its standard error, and training reward with its spread over members.
+
+    None where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        return None
+    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    held = _columns(rows, "generation", "heldout", "heldout_se")
+    trained = _columns(rows, "generation", "reward", "reward_std")
+    if held[0]:
+        upper.errorbar(*held[:2], yerr=held[2], fmt="o-", color="#0b6e4f", capsize=3, label="held-out score, +-1 s.e.")
+        upper.axhline(held[1][0], color="#888888", linestyle="--", linewidth=1, label=f"start {held[1][0]:.3f}")
+        upper.legend(loc="best")
+    if trained[0]:
+        low = [mean - spread for mean, spread in zip(trained[1], trained[2], strict=True)]
+        high = [mean + spread for mean, spread in zip(trained[1], trained[2], strict=True)]
+        lower.plot(*trained[:2], marker=".", color="#1f5aa6", label="mean over members")
+        lower.fill_between(trained[0], low, high, color="#1f5aa6", alpha=0.2, label="+-1 s.d. over members")
+        lower.legend(loc="best")
+    upper.set_ylabel("held-out score")
+    lower.set_ylabel("training reward")
+    lower.set_xlabel("generation")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.set_title(run.name)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    return _write(run / "plots" / "reward.png", picture.getvalue())
+
+
+def _columns(rows: Sequence[Record], x: str, y: str, error: str) -> tuple[list[float], list[float], list[float]]:
+    known = [row for row in rows if row.get(y) is not None and math.isfinite(row[y])]
+    return [row[x] for row in known], [row[y] for row in known], [row.get(error) or 0.0 for row in known]
+
+
+PLOT_HINT = "no plot: matplotlib is not installed (pip install matplotlib, then: edgees report RUN)"
+
+
+def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Record | None, picture: bool) -> Path:
+    """README.md of the run folder: what was tuned, how it went, what to do next."""
+    lines = [f"# {run.name}", ""]
+    if settings:
+        lines += [f"`{settings.get('model')}` tuned on `{settings.get('task')}` by edgees.", ""]
+    if summary:
+        lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in closing(summary)), ""]
+    if picture:
+        lines += ["![held-out score and training reward per generation](plots/reward.png)", ""]
+    evaluated = [row for row in rows if row.get("heldout") is not None]
+    if evaluated:
+        lines += ["| after generation | held-out score | s.e. |", "|---|---|---|"]
+        lines += [f"| {r['generation']} | {number(r['heldout'])} | {number(r.get('heldout_se'))} |" for r in evaluated]
+        lines.append("")
+    lines += [
+        "## Next",
+        "",
+        "Run these from the folder in which this one lies:",
+        "",
+        "```bash",
+        *(
+            f"edgees {command}"
+            for command in (
+                f"eval {shlex.quote(run.name)}",
+                f"export {shlex.quote(run.name)} --to gguf --out {shlex.quote(run.name + '-gguf')} --verify",
+                f"resume {shlex.quote(run.name)}",
+            )
+        ),
+        "```",
+        "",
+        "`history.jsonl` is the run: with the same base model it rebuilds these weights bit for bit (`edgees replay`).",
+        "All settings are in `config.resolved.toml`, all figures in `metrics.csv`.",
+        "",
+    ]
+    return _write(run / "README.md", "\n".join(lines).encode())
+
+
+def write(run: Path, settings: Record | None = None, summary: Record | None = None) -> tuple[list[Path], list[str]]:
+    """metrics.csv, plots/reward.png and README.md anew from metrics.jsonl. Returns the files and what is to be said."""
+    rows = table(read_metrics(run))
+    picture = plot(run, rows)
+    files = [write_csv(run, rows), *([picture] if picture else [])]
+    files.append(write_page(run, rows, settings or {}, summary, picture is not None))
+    return files, [] if picture else [PLOT_HINT]
+
+
+def _write(path: Path, data: bytes) -> Path:
+    """Whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
