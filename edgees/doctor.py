@@ -85,7 +85,8 @@ def _llamacpp() -> Probe:
         return {"ok": False, "error": f"{package} is not installed", "hint": hint}
     from edgees.backends import llamacpp
 
-    return {"version": version, **llamacpp.check()}
+    llamacpp.install()  # refuses by name where llama.cpp's structs are not those we were built for
+    return {"version": version, "structs": "as expected", "tried_with": llamacpp.WORKING_VERSIONS}
 
 
 def _machine() -> Probe:
@@ -159,7 +160,7 @@ def lines(found: dict[str, Any]) -> list[tuple[bool | None, str, str, str | None
         entry(
             "llamacpp",
             found["engines"]["llamacpp"],
-            lambda p: ", ".join(f"{key} {value}" for key, value in p.items() if key != "ok"),
+            lambda p: f"llama-cpp-python {p['version']}, structs {p['structs']} (tried with {p['tried_with']})",
         ),
         (None, "torch", found["engines"]["torch"]["error"], found["engines"]["torch"]["hint"]),
         entry(
