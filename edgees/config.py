@@ -330,7 +330,7 @@ def _beside(name: str, value: Any, folder: Path) -> Any:
     prefix, path = ("jsonl:", value[6:]) if value.startswith("jsonl:") else ("", value)
     bare, tail = path, ""
     if name == "reward":
-        match = re.fullmatch(r"(.+?\.py)(:.*)?", path)
+        match = re.fullmatch(r"(.+?\.py)([:*].*)?", path)
         if match:
             bare, tail = match.group(1), match.group(2) or ""
     if bare and not Path(bare).is_absolute() and (folder / bare).exists():
