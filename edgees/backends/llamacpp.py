@@ -11,13 +11,11 @@ submitted, and fails the call if they differ.
 
 from __future__ import annotations
 
-import codecs
 import ctypes
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +33,7 @@ from edgees.backends.base import (
     Score,
     TensorInfo,
 )
+from edgees.backends.streams import Job, Scheduler
 from edgees.errors import EngineError, MissingExtra, ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
 from edgees.hf_layout import canonical, rope_permuted
@@ -51,8 +50,6 @@ OUTPUTS = 64
 """Rows of logits per call, kept low because each costs 4 bytes times the vocabulary."""
 SEQUENCES = 32
 """Sequences at once where nothing else is asked for."""
-SHARED_PREFIX = 16
-"""Shorter common prefixes are computed again: copying a stream costs about as much."""
 CHUNK_BYTES = 4 << 20
 WORKING_VERSIONS = "0.3.36"
 """llama-cpp-python versions that the backend was tried with (named where another one is refused)."""
@@ -141,7 +138,8 @@ def quantize(source: str | os.PathLike[str], target: str | os.PathLike[str], typ
     if number is None:
         raise UsageError(f"llama.cpp knows no file type {type_name}")
     params = api.llama_model_quantize_default_params()
-    set_fields(params, ftype=number, nthread=native.threads(threads) if threads else native.threads(), allow_requantize=True)
+    nthread = native.threads(threads or None)
+    set_fields(params, ftype=number, nthread=nthread, allow_requantize=True)
     del _messages[:]
     code = api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code:
@@ -153,51 +151,14 @@ def supports_codec(type_name: str) -> bool:
     return type_name in blocks.TYPES
 
 
-# ---------------------------------------------------------------- slots
-@dataclass
-class _Job:
-    """One request on its way: what must be computed, and what has come out."""
-
-    index: int
-    member: Member
-    tokens: list[int]
-    limit: int = 0
-    first_output: int = 0  # position of the first token whose logits are wanted (likelihood)
-    request: Request | None = None
-    generated: list[int] = field(default_factory=list)
-    data: bytearray = field(default_factory=bytearray)
-    outcome: str = ""
-    total: float = 0.0
-    scored: int = 0
-
-
-@dataclass
-class _Slot:
-    """One KV stream: the member and tokens whose keys and values it holds, and the job it works on."""
-
-    id: int
-    member: tuple[int, float] = (0, 0.0)
-    held: list[int] = field(default_factory=list)
-    job: _Job | None = None
-
-    def shares(self, job: _Job) -> int:
-        """Leading tokens of ``job`` that this stream already holds for the same member."""
-        if self.member != (job.member.key, job.member.amplitude) or not self.held:
-            return 0
-        n = 0
-        for a, b in zip(self.held, job.tokens, strict=False):
-            if a != b:
-                break
-            n += 1
-        return n
-
-
 class _Context:
-    """A llama_context of ``parallel`` streams of ``length`` tokens, with its batch."""
+    """A llama_context of ``parallel`` streams of ``length`` tokens, with its batch (:class:`streams.Streams`)."""
 
-    def __init__(self, api: Any, model: Any, length: int, parallel: int, micro: int, threads: int, plain: bool) -> None:
-        self.api, self.length, self.parallel, self.micro = api, length, parallel, micro
-        self.outputs = max(OUTPUTS, parallel)
+    def __init__(self, engine: LlamaCppEngine, length: int, parallel: int, micro: int, threads: int) -> None:
+        self.engine, self.api = engine, engine.api
+        self.length, self.parallel, self.micro = length, parallel, micro
+        self.outputs = min(max(OUTPUTS, parallel), micro)
+        api = self.api
         params = set_fields(
             api.llama_context_default_params(),
             n_ctx=length * parallel,
@@ -211,11 +172,11 @@ class _Context:
             kv_unified=False,
             no_perf=True,
         )
-        names = {entry[0] for entry in params._fields_}
-        if "n_outputs_max" in names:
+        if "n_outputs_max" in {entry[0] for entry in params._fields_}:
             set_fields(params, n_outputs_max=self.outputs)
         del _messages[:]
-        self.handle = api.llama_init_from_model(model, params)
+        engine.activate()
+        self.handle = api.llama_init_from_model(engine.model, params)
         if not self.handle:
             raise WillNotFit(
                 f"llama.cpp cannot make a context of {parallel} sequences of {length} tokens: "
@@ -224,7 +185,48 @@ class _Context:
             )
         self.memory = api.llama_get_memory(self.handle)
         self.batch = api.llama_batch_init(micro, 0, 1)
-        self.slots = [_Slot(i) for i in range(parallel)]
+        self.scheduler = Scheduler(self, engine)
+
+    def copy(self, source: int, target: int) -> None:
+        self.trim(target, 0)
+        self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+
+    def trim(self, stream: int, length: int) -> None:
+        if not self.api.llama_memory_seq_rm(self.memory, stream, length if length else -1, -1):
+            raise EngineError(f"llama.cpp cannot shorten a sequence to {length} tokens", hint="is the model recurrent?")
+
+    def decode(
+        self,
+        streams: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        members: Sequence[Member],
+        wanted: Sequence[Sequence[bool]],
+        starts: Sequence[int],
+    ) -> np.ndarray:
+        """uint64 addresses of float32 rows of logits; see :meth:`streams.Streams.decode`."""
+        api, batch = self.api, self.batch
+        n = 0
+        rows = []
+        for stream, ids, want, start in zip(streams, tokens, wanted, starts, strict=True):
+            for j, token in enumerate(ids):
+                batch.token[n], batch.pos[n], batch.n_seq_id[n] = token, start + j, 1
+                batch.seq_id[n][0] = stream
+                batch.logits[n] = want[j]
+                if want[j]:
+                    rows.append(n)
+                n += 1
+        batch.n_tokens = n
+        self.engine.announce(tokens, members, wanted)
+        del _messages[:]
+        code = api.llama_decode(self.handle, batch)
+        if code:
+            raise EngineError(
+                f"llama.cpp failed to decode {n} tokens of {len(streams)} sequences (code {code}): "
+                f"{self.engine.fault() or '; '.join(_messages[-3:]) or 'no reason given'}"
+            )
+        return np.array(
+            [ctypes.cast(api.llama_get_logits_ith(self.handle, i), ctypes.c_void_p).value for i in rows], np.uint64
+        )
 
     def close(self) -> None:
         if self.handle:
@@ -263,8 +265,8 @@ class LlamaCppEngine:
         self.threads = native.threads(threads)
         self._context_wanted, self._parallel_wanted = context, parallel
         self._ctx: _Context | None = None
-        self._model: Any = None
-        self._session = None
+        self.model: Any = None
+        self._session: Any = None
         self._delta: Delta | None = None
         self._lora: Any = None
         self._learned: dict[str, np.ndarray] = {}
@@ -277,7 +279,7 @@ class LlamaCppEngine:
             install()
         self._load()
         if lora is not None:
-            self._lora = self.api.llama_adapter_lora_init(self._model, os.fsencode(lora))
+            self._lora = self.api.llama_adapter_lora_init(self.model, os.fsencode(lora))
             if not self._lora:
                 raise ModelError(f"llama.cpp refuses the adapter {lora}: {'; '.join(_messages[-3:])}")
         self._tensors: list[TensorInfo] = []
@@ -305,15 +307,15 @@ class LlamaCppEngine:
         else:
             set_fields(params, use_mmap=True)
         del _messages[:]
-        self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
-        if not self._model:
+        self.model = api.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self.model:
             raise ModelError(
                 f"llama.cpp cannot load {self.path}: {'; '.join(_messages[-3:]) or 'no reason given'}",
                 hint="is the file complete, and of an architecture that this llama.cpp knows?",
             )
-        self.vocab = api.llama_model_get_vocab(self._model)
+        self.vocab = api.llama_model_get_vocab(self.model)
         self.vocabulary = int(api.llama_vocab_n_tokens(self.vocab))
-        self.trained_context = int(api.llama_model_n_ctx_train(self._model))
+        self.trained_context = int(api.llama_model_n_ctx_train(self.model))
         bos, eos = api.llama_vocab_bos(self.vocab), api.llama_vocab_eos(self.vocab)
         self._add_bos = bool(api.llama_vocab_get_add_bos(self.vocab)) and bos >= 0
         self._bos = int(bos)
@@ -398,11 +400,11 @@ class LlamaCppEngine:
         session = self._open_session(tensors, "lowrank", 1)
         library = native.lib()
         context = None
+        self._session = session
         try:
-            self._session = session
-            context = _Context(self.api, self._model, 32, 1, 32, 1, False)
+            context = _Context(self, 32, 1, 32, 1)
             token = self._tokenize("a", special=False) or [0]
-            self._decode(context, [0], [(token * 2)[:2]], [CENTRE], [[False, True]])
+            context.decode([0], [(token * 2)[:2]], [CENTRE], [[False, True]], [0])
             result = {}
             for i, t in enumerate(tensors):
                 other = library.edgees_session_unclaimed(session, i).decode()
@@ -422,7 +424,6 @@ class LlamaCppEngine:
         session = library.edgees_session_new(len(tensors), noise.KINDS.index(kind), rank)
         for i, t in enumerate(tensors):
             library.edgees_session_tensor(session, i, t.source.encode(), int(t.vector), ctypes.byref(self._struct(t)))
-        library.edgees_session_activate(session)
         return session
 
     def _struct(self, t: TensorInfo) -> native.Tensor:
@@ -512,11 +513,11 @@ class LlamaCppEngine:
         for i, t in enumerate(self._spec_tensors):
             struct = self._struct(t)
             self._fill(struct, t)
-            code = library.edgees_session_tensor(self._session, i, t.source.encode(), int(t.vector), ctypes.byref(struct))
+            source, vector = t.source.encode(), int(t.vector)
+            code = library.edgees_session_tensor(self._session, i, source, vector, ctypes.byref(struct))
             native.check(code, t.source)
         if self._ctx:
-            for slot in self._ctx.slots:  # keys and values of the old weights
-                slot.held, slot.member = [], (0, 0.0)
+            self._ctx.scheduler.forget()  # keys and values of the old weights
 
     def _fill(self, struct: native.Tensor, t: TensorInfo) -> None:
         delta = self._delta
@@ -640,10 +641,7 @@ class LlamaCppEngine:
             self._ctx = None
         if not self._parallel_wanted:
             wanted = max(1, min(wanted, self._room() // max(1, self._stream_bytes(length))))
-        self._activate()
-        self._ctx = _Context(
-            self.api, self._model, length, wanted, max(MICRO_BATCH, wanted), self.threads, self.plain
-        )
+        self._ctx = _Context(self, length, wanted, max(MICRO_BATCH, wanted), self.threads)
         if self._lora:
             adapters = (ctypes.c_void_p * 1)(self._lora)
             scales = (ctypes.c_float * 1)(1.0)
@@ -672,57 +670,31 @@ class LlamaCppEngine:
         value = int(self.file.get("attention.value_length", width))
         return length * layers * kv_max * (key + value) * 2
 
-    def _activate(self) -> None:
+    def activate(self) -> None:
+        """Make this engine's session the one that llama.cpp's scheduler asks."""
         native.lib().edgees_session_activate(self._session)
 
-    def _decode(
-        self, ctx: _Context, slots: Sequence[int], tokens: Sequence[Sequence[int]], members: Sequence[Member],
-        outputs: Sequence[Sequence[bool]], starts: Sequence[int] | None = None,
-    ) -> np.ndarray:
-        """One llama_decode: ``tokens[i]`` (all of one length) to neighbouring streams. Returns pointers to logits rows.
+    def fault(self) -> str:
+        """What our backend says about the last failed call."""
+        return native.lib().edgees_session_error(self._session).decode() if self._session else ""
 
-        Result: uint64 [number of outputs], addresses of float32 rows, in the order of the tokens.
-        """  # fmt: skip
-        api, batch = self.api, ctx.batch
-        n = 0
-        for s, ids in enumerate(tokens):
-            start = starts[s] if starts else 0
-            for j, token in enumerate(ids):
-                batch.token[n], batch.pos[n], batch.n_seq_id[n] = token, start + j, 1
-                batch.seq_id[n][0] = slots[s]
-                batch.logits[n] = outputs[s][j]
-                n += 1
-        batch.n_tokens = n
-        rows = [i for i in range(n) if batch.logits[i]]
-        if self._session:
-            self._announce(tokens, members, outputs)
-        self._activate()
-        del _messages[:]
-        code = api.llama_decode(ctx.handle, batch)
-        if code:
-            reason = native.lib().edgees_session_error(self._session).decode() if self._session else ""
-            raise EngineError(
-                f"llama.cpp failed to decode {n} tokens of {len(slots)} sequences (code {code}): "
-                f"{reason or '; '.join(_messages[-3:]) or 'no reason given'}"
-            )
-        return np.array(
-            [ctypes.cast(api.llama_get_logits_ith(ctx.handle, i), ctypes.c_void_p).value for i in rows], np.uint64
-        )
-
-    def _announce(
-        self, tokens: Sequence[Sequence[int]], members: Sequence[Member], outputs: Sequence[Sequence[bool]]
+    def announce(
+        self, tokens: Sequence[Sequence[int]], members: Sequence[Member], wanted: Sequence[Sequence[bool]]
     ) -> None:
-        """Tell the backend whose each column is."""
-        distinct: dict[tuple[int, float], int] = {}
+        """Tell the backend whose each column of the next call is."""
+        self.activate()
+        if not self._session:
+            return
+        distinct: dict[tuple[int, float, int], int] = {}
         table: list[Member] = []
         owner: list[int] = []
         output_owner: list[int] = []
-        for ids, member, wanted in zip(tokens, members, outputs, strict=True):
-            at = distinct.setdefault((member.key, member.amplitude), len(table))
+        for ids, member, want in zip(tokens, members, wanted, strict=True):
+            at = distinct.setdefault((member.key, member.amplitude, member.slot), len(table))
             if at == len(table):
                 table.append(member)
             owner += [at] * len(ids)
-            output_owner += [at] * sum(wanted)
+            output_owner += [at] * sum(want)
         array = (native.Member * len(table))(*[native.Member(m.key, m.amplitude, m.slot) for m in table])
         flat = np.fromiter((t for ids in tokens for t in ids), np.int32)
         owners, outs = np.array(owner, np.int32), np.array(output_owner, np.int32)
@@ -732,237 +704,24 @@ class LlamaCppEngine:
         )  # fmt: skip
         native.check(code, "batch")
 
-    @staticmethod
-    def _runs(slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
-        """Slots of neighbouring ids, in order."""
-        run: list[_Slot] = []
-        for slot in sorted(slots, key=lambda s: s.id):
-            if run and slot.id != run[-1].id + 1:
-                yield run
-                run = []
-            run.append(slot)
-        if run:
-            yield run
-
-    def _admit(self, ctx: _Context, slot: _Slot, job: _Job) -> None:
-        """Give a job to a free stream, taking over what another stream has already computed for the same member."""
-        api = self.api
-        best = max(ctx.slots, key=lambda s: (s.shares(job), s is slot))
-        shared = min(best.shares(job), len(job.tokens) - 1, job.first_output or len(job.tokens))
-        if best is not slot and shared < SHARED_PREFIX:
-            best, shared = slot, min(slot.shares(job), len(job.tokens) - 1, job.first_output or len(job.tokens))
-        if best is not slot:
-            api.llama_memory_seq_rm(ctx.memory, slot.id, -1, -1)
-            api.llama_memory_seq_cp(ctx.memory, best.id, slot.id, -1, -1)
-        api.llama_memory_seq_rm(ctx.memory, slot.id, shared, -1)
-        slot.job, slot.held = job, job.tokens[:shared]
-        slot.member = (job.member.key, job.member.amplitude)
-
-    def _prefill(self, ctx: _Context, slots: list[_Slot], finish: Callable[[_Slot, np.ndarray], None]) -> int:
-        """Compute all tokens of the slots' jobs that are not yet held. ``finish`` gets each stream's logits rows."""
-        done = 0
-        waiting = [s for s in slots if s.job]
-        # A prefix that several waiting jobs of one member share is computed by the first and copied to the rest.
-        while waiting:
-            leaders: list[_Slot] = []
-            for slot in waiting:
-                assert slot.job
-                if not any(self._follows(slot, leader) for leader in leaders):
-                    leaders.append(slot)
-            ready = leaders if len(leaders) < len(waiting) else waiting
-            for run in self._runs(ready):
-                while run:
-                    group, width = self._piece_of(ctx, run)
-                    outputs = [self._wanted(s, width) for s in group]
-                    jobs = [s.job for s in group if s.job]
-                    pieces = [j.tokens[len(s.held) : len(s.held) + width] for s, j in zip(group, jobs, strict=True)]
-                    rows = self._decode(
-                        ctx, [s.id for s in group], pieces, [j.member for j in jobs], outputs, [len(s.held) for s in group]
-                    )
-                    at = 0
-                    for slot, piece, wanted in zip(group, pieces, outputs, strict=True):
-                        count = sum(wanted)
-                        slot.held = slot.held + piece
-                        finish(slot, rows[at : at + count])
-                        at += count
-                    done += width * len(group)
-                    rest = [s for s in run if s.job and len(s.held) < len(s.job.tokens)]
-                    if rest and len(rest) < len(run) and rest != run[len(run) - len(rest) :]:
-                        for part in list(self._runs(rest))[1:]:  # gaps: the later parts wait for the next round
-                            rest = [s for s in rest if s not in part]
-                    run = rest
-            waiting = [s for s in waiting if s.job and len(s.held) < len(s.job.tokens)]
-            for slot in waiting:
-                if slot.job and len(slot.held) < SHARED_PREFIX:
-                    self._admit(ctx, slot, slot.job)
-        return done
-
-    def _piece_of(self, ctx: _Context, run: list[_Slot]) -> tuple[list[_Slot], int]:
-        """The next call for neighbouring streams: which of them, and how many tokens of each.
-
-        Bounded by the micro-batch and by the rows of logits that the context keeps.
-        """
-        group = run
-        width = min(len(s.job.tokens) - len(s.held) for s in run if s.job)
-        width = max(1, min(width, ctx.micro // len(group)))
-        if sum(sum(self._wanted(s, width)) for s in group) <= ctx.outputs:
-            return group, width
-        silent = min((self._wanted(s, width) + [True]).index(True) for s in group)
-        if silent:  # what yields no logits first, for all; then the rest, a few streams at a time
-            return group, silent
-        width = min(width, ctx.outputs)
-        return group[: max(1, ctx.outputs // width)], width
-
-    @staticmethod
-    def _follows(slot: _Slot, leader: _Slot) -> bool:
-        """Whether ``slot`` should wait for ``leader``: same member, a long common beginning, nothing held yet."""
-        a, b = slot.job, leader.job
-        if a is None or b is None or a.member != b.member or len(slot.held) >= SHARED_PREFIX:
-            return False
-        limit = min(a.first_output or len(a.tokens), len(a.tokens) - 1)
-        return limit >= SHARED_PREFIX and a.tokens[:SHARED_PREFIX] == b.tokens[:SHARED_PREFIX]
-
-    @staticmethod
-    def _wanted(slot: _Slot, width: int) -> list[bool]:
-        job = slot.job
-        assert job
-        start = len(slot.held)
-        if job.request is None:  # likelihood: every position that predicts a token of the target
-            return [job.first_output <= start + j < len(job.tokens) for j in range(width)]
-        return [start + j == len(job.tokens) - 1 for j in range(width)]
-
-    def _compact(self, ctx: _Context) -> None:
-        """Move running streams down into gaps, so that one call covers them all."""
-        while True:
-            running = [s for s in ctx.slots if s.job]
-            free = next((s for s in ctx.slots if not s.job), None)
-            last = running[-1] if running else None
-            if not last or not free or free.id > last.id:
-                return
-            self.api.llama_memory_seq_rm(ctx.memory, free.id, -1, -1)
-            self.api.llama_memory_seq_cp(ctx.memory, last.id, free.id, -1, -1)
-            free.job, free.held, free.member = last.job, last.held, last.member
-            last.job, last.held = None, list(last.held)
-
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         """Complete all requests; order and company in the batch change nothing in any of them."""
-        results: list[Completion | None] = [None] * len(requests)
-        jobs: list[_Job] = []
+        results: list[Completion] = [Completion("", (), "overflow")] * len(requests)
+        jobs: list[Job] = []
         limit = self.context_length
         for i, r in enumerate(requests):
             self._own(r.member)
-            if len(r.prompt) >= limit or r.max_tokens <= 0 or not r.prompt:
-                results[i] = Completion("", (), "overflow" if len(r.prompt) >= limit else "length")
-                continue
-            jobs.append(_Job(i, r.member, list(r.prompt), min(r.max_tokens, limit - len(r.prompt)), request=r))
-        if not jobs:
-            return [c for c in results if c]
-        ctx = self._need(max(len(j.tokens) + j.limit for j in jobs), len(jobs))
-        jobs.sort(key=lambda j: (j.member.slot, j.member.key, j.member.amplitude, len(j.tokens)))
-        queue = iter(jobs)
-        done = tokens = 0
-        pending: dict[int, np.ndarray] = {}
-
-        def first(slot: _Slot, rows: np.ndarray) -> None:
-            if len(rows):
-                pending[slot.id] = rows
-
-        def absorb(running: list[_Slot], rows: np.ndarray) -> None:
-            nonlocal done
-            for slot, token in zip(running, self._sample([s.job for s in running if s.job], rows), strict=True):
-                job = slot.job
-                assert job and job.request
-                if self._append(job, token):
-                    text, outcome = self._text(job)
-                    results[job.index] = Completion(text, tuple(job.generated), outcome)
-                    slot.job = None
-                    done += 1
-
-        while True:
-            fresh = []
-            for slot in ctx.slots:
-                if slot.job is None and (job := next(queue, None)):
-                    self._admit(ctx, slot, job)
-                    fresh.append(slot)
-            if fresh:
-                tokens += self._prefill(ctx, fresh, first)
-                ready = [s for s in fresh if s.id in pending]
-                absorb(ready, np.concatenate([pending.pop(s.id) for s in ready]))
-            self._compact(ctx)
-            running = [s for s in ctx.slots if s.job]
-            if running:
-                for run in self._runs(running):
-                    new = [[s.job.generated[-1]] for s in run if s.job]
-                    rows = self._decode(
-                        ctx, [s.id for s in run], new, [s.job.member for s in run if s.job], [[True]] * len(run),
-                        [len(s.held) for s in run],
-                    )  # fmt: skip
-                    for slot, token in zip(run, new, strict=True):
-                        slot.held = slot.held + token
-                    tokens += len(run)
-                    absorb(run, rows)
-            if progress:
-                progress(done, tokens)
-            if not any(s.job for s in ctx.slots) and not fresh:
-                break
-        return [c for c in results if c is not None]
-
-    def _own(self, member: Member) -> None:
-        if member.amplitude and (self.plain or self._session is None):
-            raise UsageError("this engine has no noise attached: only the unperturbed centre can be run")
-
-    def _append(self, job: _Job, token: int) -> bool:
-        """Add a sampled token; True when the text is complete."""
-        request = job.request
-        assert request
-        if token in self._stop:
-            job.outcome = "stop"
-            return True
-        job.generated.append(token)
-        job.data += self._piece(token, False)
-        if request.stop:
-            text = job.data.decode("utf-8", "ignore")
-            if any(s in text for s in request.stop):
-                job.outcome = "stop"
-                return True
-        if len(job.generated) >= job.limit:
-            job.outcome = "length" if job.limit == request.max_tokens else "overflow"
-            return True
-        return False
-
-    @staticmethod
-    def _text(job: _Job) -> tuple[str, str]:
-        # An incremental decoder keeps back a character that the limit cut in two; broken ones inside are marked.
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(job.data), False)
-        assert job.request
-        for stop in job.request.stop:
-            text = text.split(stop, 1)[0]
-        return text, job.outcome
-
-    def _sample(self, jobs: Sequence[_Job], rows: np.ndarray) -> list[int]:
-        n = len(jobs)
-        best = np.empty(n, np.int32)
-        code = native.lib().edgees_logprob(
-            native.pointer(np.ascontiguousarray(rows)), n, self.vocabulary, None, None, native.pointer(best)
-        )
-        native.check(code, "sampling")
-        result = [int(b) for b in best]
-        for i, job in enumerate(jobs):
-            request = job.request
-            assert request
-            if request.temperature > 0:
-                logits = np.ctypeslib.as_array(
-                    (ctypes.c_float * self.vocabulary).from_address(int(rows[i]))
-                )
-                # Gumbel noise from (seed, step) alone: members of a row share it, so they differ by weights only.
-                result[i] = int(np.argmax(logits / request.temperature + self._gumbel(request.seed, len(job.generated))))
-        return result
-
-    @lru_cache(maxsize=256)  # noqa: B019 - the engine outlives the cache's entries
-    def _gumbel(self, seed: int, step: int) -> np.ndarray:
-        raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
-        u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        return np.asarray(-np.log(-np.log(u)), np.float32)
+            if not r.prompt:
+                raise UsageError("a prompt needs at least one token")
+            if len(r.prompt) < limit:
+                room = min(r.max_tokens, limit - len(r.prompt))
+                jobs.append(Job(i, r.member, list(r.prompt), limit=room, request=r))
+        if jobs:
+            ctx = self._need(max(len(j.tokens) + j.limit for j in jobs), len(jobs))
+            ctx.scheduler.complete(jobs, progress)
+        for job in jobs:
+            results[job.index] = job.completion()
+        return results
 
     def loglik(
         self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None
@@ -977,60 +736,67 @@ class LlamaCppEngine:
             if not target:
                 scores[i] = Score(0.0, 0)
             elif len(prompt) + len(target) <= self.context_length + 1:
-                jobs.append(_Job(i, member, [*prompt, *target[:-1]], first_output=len(prompt) - 1))
-        if not jobs:
-            return scores
-        ctx = self._need(max(len(j.tokens) for j in jobs), len(jobs))
-        jobs.sort(key=lambda j: (j.member.slot, j.member.key, j.member.amplitude, len(j.tokens)))
-        done = tokens = 0
-
-        def add(slot: _Slot, rows: np.ndarray) -> None:
-            job = slot.job
-            if not len(rows) or job is None:
-                return
-            target = requests[job.index][2]
-            wanted = np.array(target[job.scored : job.scored + len(rows)], np.int32)
-            out = np.empty(len(rows), np.float64)
-            code = native.lib().edgees_logprob(
-                native.pointer(np.ascontiguousarray(rows)), len(rows), self.vocabulary, native.pointer(wanted),
-                native.pointer(out), None,
-            )  # fmt: skip
-            native.check(code, "likelihood")
-            for value in out:
-                job.total += float(value)
-            job.scored += len(rows)
-
-        for at in range(0, len(jobs), ctx.parallel):
-            group = jobs[at : at + ctx.parallel]
-            for slot, job in zip(ctx.slots, group, strict=False):
-                self._admit(ctx, slot, job)
-            tokens += self._prefill(ctx, ctx.slots[: len(group)], add)
-            for slot, job in zip(ctx.slots, group, strict=False):
-                scores[job.index] = Score(job.total, job.scored)
-                slot.job = None
-            done += len(group)
-            if progress:
-                progress(done, tokens)
+                jobs.append(Job(i, member, [*prompt, *target[:-1]], first_output=len(prompt) - 1))
+        if jobs:
+            ctx = self._need(max(len(j.tokens) for j in jobs), len(jobs))
+            found = ctx.scheduler.score(jobs, [target for _, _, target in requests], progress)
+            for job, score in zip(jobs, found, strict=True):
+                scores[job.index] = score
         return scores
+
+    def _own(self, member: Member) -> None:
+        if member.amplitude and (self.plain or self._session is None):
+            raise UsageError("this engine has no noise attached: only the unperturbed centre can be run")
+
+    def ends_turn(self, token: int) -> bool:
+        return token in self._stop
+
+    def piece(self, token: int) -> bytes:
+        return self._piece(token, False)
+
+    def sample(self, jobs: Sequence[Job], rows: np.ndarray) -> list[int]:
+        """Greedy, or by Gumbel noise of (seed, step) alone: members of a row share it and differ by weights only."""
+        best = np.empty(len(jobs), np.int32)
+        code = native.lib().edgees_logprob(
+            native.pointer(rows), len(jobs), self.vocabulary, None, None, native.pointer(best)
+        )
+        native.check(code, "sampling")
+        result = [int(b) for b in best]
+        for i, job in enumerate(jobs):
+            request = job.request
+            if request and request.temperature > 0:
+                logits = self._row(rows[i]) / np.float32(request.temperature)
+                result[i] = int(np.argmax(logits + self._gumbel(request.seed, len(job.generated))))
+        return result
+
+    def logprob(self, rows: np.ndarray, tokens: Sequence[int]) -> list[float]:
+        wanted, out = np.array(tokens, np.int32), np.empty(len(rows), np.float64)
+        code = native.lib().edgees_logprob(
+            native.pointer(rows), len(rows), self.vocabulary, native.pointer(wanted), native.pointer(out), None
+        )
+        native.check(code, "likelihood")
+        return [float(x) for x in out]
+
+    def _row(self, address: np.uint64) -> np.ndarray:
+        return np.ctypeslib.as_array((ctypes.c_float * self.vocabulary).from_address(int(address)))
+
+    @lru_cache(maxsize=256)  # noqa: B019 - the engine outlives the cache's entries
+    def _gumbel(self, seed: int, step: int) -> np.ndarray:
+        raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
+        u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        return np.asarray(-np.log(-np.log(u)), np.float32)
 
     def logits(self, tokens: Sequence[int], member: Member = CENTRE) -> np.ndarray:
         """float32 [len(tokens), vocabulary]: logits after each token (checks and tests; not for rollouts)."""
         self._own(member)
         ctx = self._need(len(tokens), 1)
-        job = _Job(0, member, list(tokens), first_output=0)
+        ctx.scheduler.forget()
+        ctx.trim(0, 0)
         out: list[np.ndarray] = []
-
-        def copy(slot: _Slot, rows: np.ndarray) -> None:
-            for address in rows:
-                row = (ctypes.c_float * self.vocabulary).from_address(int(address))
-                out.append(np.ctypeslib.as_array(row).copy())
-
-        slot = ctx.slots[0]
-        slot.held = []
-        self.api.llama_memory_seq_rm(ctx.memory, slot.id, -1, -1)
-        slot.job, slot.member = job, (member.key, member.amplitude)
-        self._prefill(ctx, [slot], copy)
-        slot.job, slot.held = None, []
+        for at in range(0, len(tokens), ctx.outputs):
+            piece = list(tokens[at : at + ctx.outputs])
+            rows = ctx.decode([0], [piece], [member], [[True] * len(piece)], [at])
+            out += [self._row(r).copy() for r in rows]
         return np.array(out)
 
     def memory(self) -> Memory:
@@ -1054,9 +820,9 @@ class LlamaCppEngine:
         if self._lora:
             self.api.llama_adapter_lora_free(self._lora)
             self._lora = None
-        if self._model:
-            self.api.llama_model_free(self._model)
-            self._model = None
+        if self.model:
+            self.api.llama_model_free(self.model)
+            self.model = None
         self.template.close()
         self.file.close()
 

@@ -1,0 +1,331 @@
+"""Continuous batching over KV streams: which sequence runs where, whatever the engine underneath.
+
+A *stream* holds the keys and values of one sequence. Jobs (texts to complete, likelihoods to compute) take free
+streams as these become free; what another stream has already computed for the same member (a shared system prompt)
+is copied, not computed again. Every call to the engine covers neighbouring streams with the same number of tokens
+each: the one shape of batch that engines leave whole and in order.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from edgees.backends.base import Completion, Member, Progress, Request, Score
+
+SHARED_PREFIX = 16
+"""Shorter common beginnings are computed again: copying a stream costs about as much."""
+
+Target = tuple[Member, tuple[int, ...], tuple[int, ...]]
+
+
+class Streams(Protocol):
+    """What the scheduler needs of an engine's context.
+
+    parallel: number of streams; micro: tokens per call; outputs: rows of logits per call, at least ``parallel``.
+    """
+
+    parallel: int
+    micro: int
+    outputs: int
+
+    def copy(self, source: int, target: int) -> None:
+        """Make stream ``target`` a copy of ``source``."""
+
+    def trim(self, stream: int, length: int) -> None:
+        """Forget all but the first ``length`` tokens of a stream."""
+
+    def decode(
+        self,
+        streams: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        members: Sequence[Member],
+        wanted: Sequence[Sequence[bool]],
+        starts: Sequence[int],
+    ) -> np.ndarray:
+        """Compute ``tokens[i]`` (all of one length) on stream ``streams[i]`` (neighbours, ascending) at ``starts[i]``.
+
+        Returns one handle per wanted token, in order, valid until the next call.
+        """
+
+
+class Text(Protocol):
+    """What the scheduler needs to know of the vocabulary."""
+
+    def ends_turn(self, token: int) -> bool: ...
+
+    def piece(self, token: int) -> bytes: ...
+
+    def sample(self, jobs: Sequence[Job], rows: np.ndarray) -> list[int]:
+        """The next token of each job from its row of logits."""
+
+    def logprob(self, rows: np.ndarray, tokens: Sequence[int]) -> list[float]:
+        """Natural log-probability of each token under its row of logits."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence on its way: ``tokens`` to compute, and what has come out so far.
+
+    first_output: position of the first token whose logits are wanted (likelihoods; completions want the last only).
+    limit: how many tokens may be generated.
+    """
+
+    index: int
+    member: Member
+    tokens: list[int]
+    first_output: int = 0
+    limit: int = 0
+    request: Request | None = None
+    generated: list[int] = field(default_factory=list)
+    data: bytearray = field(default_factory=bytearray)
+    outcome: str = ""
+    rows: list[float] = field(default_factory=list)
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens that may be taken over from another stream: those whose logits nobody wants."""
+        return self.first_output if self.request is None else len(self.tokens) - 1
+
+    def wanted(self, start: int, width: int) -> list[bool]:
+        first = self.first_output if self.request is None else len(self.tokens) - 1
+        return [start + j >= first for j in range(width)]
+
+    def append(self, token: int, text: Text) -> bool:
+        """Add a sampled token; True when the completion is finished."""
+        request = self.request
+        assert request
+        if text.ends_turn(token):
+            self.outcome = "stop"
+            return True
+        self.generated.append(token)
+        self.data += text.piece(token)
+        if request.stop and any(s in self.data.decode("utf-8", "ignore") for s in request.stop):
+            self.outcome = "stop"
+            return True
+        if len(self.generated) >= self.limit:
+            self.outcome = "length" if self.limit == request.max_tokens else "overflow"
+            return True
+        return False
+
+    def completion(self) -> Completion:
+        # An incremental decoder keeps back a character that the limit cut in two; broken ones inside are marked.
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.data), False)
+        for stop in self.request.stop if self.request else ():
+            text = text.split(stop, 1)[0]
+        return Completion(text, tuple(self.generated), self.outcome)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A stream: whose keys and values it holds, for which tokens, and the job that it works on."""
+
+    id: int
+    member: Member | None = None
+    held: list[int] = field(default_factory=list)
+    job: Job | None = None
+
+    def shares(self, job: Job) -> int:
+        """Leading tokens of ``job`` that may be taken over from this stream."""
+        if self.member is None or not same(self.member, job.member):
+            return 0
+        n = 0
+        for a, b in zip(self.held, job.tokens[: job.reusable], strict=False):
+            if a != b:
+                break
+            n += 1
+        return n
+
+    @property
+    def missing(self) -> int:
+        return len(self.job.tokens) - len(self.held) if self.job else 0
+
+
+def same(a: Member, b: Member) -> bool:
+    """Whether two members are the same model (all unperturbed ones are the centre)."""
+    return a.amplitude == b.amplitude and (a.amplitude == 0.0 or (a.key, a.slot) == (b.key, b.slot))
+
+
+def runs(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Slots of neighbouring ids, in order."""
+    run: list[Slot] = []
+    for slot in sorted(slots, key=lambda s: s.id):
+        if run and slot.id != run[-1].id + 1:
+            yield run
+            run = []
+        run.append(slot)
+    if run:
+        yield run
+
+
+def order(job: Job) -> tuple[int, int, float, int]:
+    """Members together (they share their prompts' beginnings), short prompts first (equal lengths meet)."""
+    return job.member.slot, job.member.key, job.member.amplitude, len(job.tokens)
+
+
+class Scheduler:
+    """Runs jobs on an engine's streams. What a job yields does not depend on the others, nor on their order."""
+
+    def __init__(self, streams: Streams, text: Text) -> None:
+        self.streams, self.text = streams, text
+        self.slots = [Slot(i) for i in range(streams.parallel)]
+        self.tokens = 0
+
+    def forget(self) -> None:
+        """The weights have changed: no stream's keys and values can be taken over any more."""
+        for slot in self.slots:
+            slot.member, slot.held, slot.job = None, [], None
+
+    def complete(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
+        """Generate until every job has its outcome."""
+        queue = iter(sorted(jobs, key=order))
+        done, self.tokens = 0, 0
+        while True:
+            fresh = self._admit_all(queue)
+            if fresh:
+                first: dict[int, np.ndarray] = {}
+                for slot, rows in self._prefill(fresh):
+                    first[slot.id] = np.array(self.text.sample([slot.job] if slot.job else [], rows))
+                for slot in fresh:
+                    done += self._absorb([slot], [int(first[slot.id][0])])
+            self._compact()
+            running = [s for s in self.slots if s.job]
+            if not running and not fresh:
+                return
+            for run in runs(running):
+                jobs_of = [s.job for s in run if s.job]
+                new = [[j.generated[-1]] for j in jobs_of]
+                rows = self.streams.decode(
+                    [s.id for s in run],
+                    new,
+                    [j.member for j in jobs_of],
+                    [[True]] * len(run),
+                    [len(s.held) for s in run],
+                )
+                for slot, token in zip(run, new, strict=True):
+                    slot.held = slot.held + token
+                self.tokens += len(run)
+                done += self._absorb(run, self.text.sample(jobs_of, rows))
+            if progress:
+                progress(done, self.tokens)
+
+    def score(
+        self, jobs: Sequence[Job], targets: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[Score]:
+        """Likelihood of ``targets[job.index]`` for each job, in the order of the jobs."""
+        waiting = sorted(jobs, key=order)
+        self.tokens = 0
+        for at in range(0, len(waiting), len(self.slots)):
+            group = waiting[at : at + len(self.slots)]
+            taken = self._admit_all(iter(group))
+            for slot, rows in self._prefill(taken):
+                job = slot.job
+                assert job
+                got = len(job.rows)
+                job.rows += self.text.logprob(rows, targets[job.index][got : got + len(rows)])
+            for slot in taken:
+                slot.job = None
+            if progress:
+                progress(at + len(group), self.tokens)
+        return [Score(sum(j.rows), len(j.rows)) for j in jobs]
+
+    # ---- parts
+    def _absorb(self, slots: Sequence[Slot], tokens: Sequence[int]) -> int:
+        done = 0
+        for slot, token in zip(slots, tokens, strict=True):
+            assert slot.job
+            if slot.job.append(token, self.text):
+                slot.job = None
+                done += 1
+        return done
+
+    def _admit_all(self, queue: Iterator[Job]) -> list[Slot]:
+        fresh = []
+        for slot in self.slots:
+            if slot.job is None and (job := next(queue, None)):
+                self._admit(slot, job)
+                fresh.append(slot)
+        return fresh
+
+    def _admit(self, slot: Slot, job: Job) -> None:
+        """Give a job to a stream, with whatever some stream has already computed for its member."""
+        best = max(self.slots, key=lambda s: (s.shares(job), s is slot))
+        if best is not slot and best.shares(job) < SHARED_PREFIX:
+            best = slot
+        shared = best.shares(job)
+        if best is not slot:
+            self.streams.copy(best.id, slot.id)
+        self.streams.trim(slot.id, shared)
+        slot.job, slot.member, slot.held = job, job.member, job.tokens[:shared]
+
+    def _prefill(self, slots: Sequence[Slot]) -> Iterator[tuple[Slot, np.ndarray]]:
+        """Compute all that the slots' jobs still lack; yields (slot, handles of its wanted rows) as they come.
+
+        Of several jobs of one member with a common beginning the first is computed whole; the others take it over.
+        """
+        waiting = list(slots)
+        while waiting:
+            leaders: list[Slot] = []
+            followers: list[Slot] = []
+            for slot in waiting:
+                (followers if any(self._follows(slot, x) for x in leaders) else leaders).append(slot)
+            while leaders:
+                run = next(runs(leaders))
+                group, width = self._piece(run)
+                jobs = [s.job for s in group if s.job]
+                pieces = [j.tokens[len(s.held) : len(s.held) + width] for s, j in zip(group, jobs, strict=True)]
+                wanted = [j.wanted(len(s.held), width) for s, j in zip(group, jobs, strict=True)]
+                starts = [len(s.held) for s in group]
+                rows = self.streams.decode([s.id for s in group], pieces, [j.member for j in jobs], wanted, starts)
+                self.tokens += width * len(group)
+                at = 0
+                for slot, piece, want in zip(group, pieces, wanted, strict=True):
+                    slot.held = slot.held + piece
+                    if any(want):
+                        yield slot, rows[at : at + sum(want)]
+                        at += sum(want)
+                leaders = [s for s in leaders if s.missing]
+            for slot in followers:
+                assert slot.job
+                self._admit(slot, slot.job)
+            waiting = followers
+
+    def _piece(self, run: list[Slot]) -> tuple[list[Slot], int]:
+        """The next call for neighbouring streams: which of them, and how many tokens of each.
+
+        Bounded by the tokens of a call and by the rows of logits that it may yield.
+        """
+        run = run[: self.streams.micro]
+        width = max(1, min(min(s.missing for s in run), self.streams.micro // len(run)))
+        wanted = [s.job.wanted(len(s.held), width) for s in run if s.job]
+        if sum(map(sum, wanted)) <= self.streams.outputs:
+            return run, width
+        silent = min([*w, True].index(True) for w in wanted)
+        if silent:  # what yields no logits first, for all; then the rest, a few streams at a time
+            return run, silent
+        width = min(width, self.streams.outputs)
+        return run[: max(1, self.streams.outputs // width)], width
+
+    @staticmethod
+    def _follows(slot: Slot, leader: Slot) -> bool:
+        """Whether ``slot`` should wait for ``leader``: same member, a long common beginning not yet held."""
+        a, b = slot.job, leader.job
+        assert a and b
+        if len(slot.held) >= SHARED_PREFIX or a.reusable < SHARED_PREFIX or not same(a.member, b.member):
+            return False
+        return len(b.tokens) >= SHARED_PREFIX and a.tokens[:SHARED_PREFIX] == b.tokens[:SHARED_PREFIX]
+
+    def _compact(self) -> None:
+        """Move running streams down into gaps, so that one call covers them all."""
+        while True:
+            free = next((s for s in self.slots if not s.job), None)
+            last = next((s for s in reversed(self.slots) if s.job), None)
+            if free is None or last is None or free.id > last.id:
+                return
+            self.streams.copy(last.id, free.id)
+            free.job, free.member, free.held = last.job, last.member, list(last.held)
+            last.job = None
