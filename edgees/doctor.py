@@ -31,9 +31,11 @@ Probe = dict[str, Any]
 
 
 def examine() -> dict[str, Any]:
-    """All findings as JSON-ready values. Keys: edgees, python, machine, native, engines, threads, memory, model, extras
-    and ok. ``ok`` is true when at least one engine can tune. Sections with a fault have ``ok: false``, ``error`` and, where
-    something can be done, ``hint``."""
+    """All findings as JSON-ready values.
+
+    Keys: edgees, python, machine, native, engines, threads, memory, model, extras and ok. ``ok`` is true when at least
+    one engine can tune. Sections with a fault have ``ok: false``, ``error`` and, where something can be done, ``hint``.
+    """
     native = _guarded(_native)
     engines = {
         "llamacpp": _guarded(_llamacpp),

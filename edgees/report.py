@@ -23,29 +23,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from edgees.checkpoint import write_atomic
 from edgees.errors import RunError
 
 COLUMNS = (
     "generation",
     "reward",
     "reward_std",
+    "reward_max",
     "heldout",
     "heldout_se",
     "best",
+    "loglik",
+    "heldout_loglik",
     "sigma",
     "lr",
     "shrink",
     "drift",
     "distinct",
+    "majority",
+    "truncated",
+    "overflow",
     "excluded",
     "tokens",
     "seconds",
     "peak_rss_bytes",
 )
-"""Columns of metrics.csv, one line a generation. ``reward``: mean over members of the training reward; ``reward_std``:
-its standard deviation over members; ``heldout``, ``heldout_se``: mean and standard error over held-out rows of what has
-been learned after that generation (generation 0 is the base), where it was evaluated; ``best``: 1 where that was the
-best so far; ``distinct``: distinct answers; ``excluded``: rewards that could not be used; ``seconds``: wall time."""
+"""Columns of metrics.csv, one line a generation; more keys of metrics.jsonl are left there. ``reward``: mean over
+members of the training reward; ``reward_std``, ``reward_max``: its standard deviation over members, the best of them;
+``heldout``, ``heldout_se``: mean and standard error over held-out rows of what has been learned after that generation
+(generation 0 is the base), where it was evaluated; ``best``: 1 where that was the best so far; ``distinct``,
+``majority``: different answers, and the share of the commonest one; ``excluded``: rewards that could not be used;
+``seconds``: wall time."""
 
 Record = Mapping[str, Any]
 
@@ -360,7 +369,9 @@ def write_csv(run: Path, rows: Sequence[Record]) -> Path:
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows({key: int(v) if isinstance(v, bool) else v for key, v in row.items()} for row in rows)
-    return _write(run / "metrics.csv", text.getvalue().encode())
+    path = run / "metrics.csv"
+    write_atomic(path, text.getvalue().encode())
+    return path
 
 
 def plot(run: Path, rows: Sequence[Record]) -> Path | None:
@@ -399,7 +410,10 @@ def plot(run: Path, rows: Sequence[Record]) -> Path | None:
     upper.set_title(run.name)
     picture = io.BytesIO()
     canvas.print_png(picture)
-    return _write(run / "plots" / "reward.png", picture.getvalue())
+    path = run / "plots" / "reward.png"
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, picture.getvalue())
+    return path
 
 
 def _columns(rows: Sequence[Record], x: str, y: str, error: str) -> tuple[list[float], list[float], list[float]]:
@@ -444,7 +458,9 @@ def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Rec
         "All settings are in `config.resolved.toml`, all figures in `metrics.csv`.",
         "",
     ]
-    return _write(run / "README.md", "\n".join(lines).encode())
+    path = run / "README.md"
+    write_atomic(path, "\n".join(lines).encode())
+    return path
 
 
 def write(run: Path, settings: Record | None = None, summary: Record | None = None) -> tuple[list[Path], list[str]]:
@@ -454,15 +470,3 @@ def write(run: Path, settings: Record | None = None, summary: Record | None = No
     files = [write_csv(run, rows), *([picture] if picture else [])]
     files.append(write_page(run, rows, settings or {}, summary, picture is not None))
     return files, [] if picture else [PLOT_HINT]
-
-
-def _write(path: Path, data: bytes) -> Path:
-    """Whole or not at all: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
