@@ -391,14 +391,14 @@ def plot(run: Path, rows: Sequence[Record]) -> Path | None:
     held = _columns(rows, "generation", "heldout", "heldout_se")
     trained = _columns(rows, "generation", "reward", "reward_std")
     if held[0]:
-        upper.errorbar(*held[:2], yerr=held[2], fmt="o-", color="#0b6e4f", capsize=3, label="held-out score, +-1 s.e.")
+        upper.errorbar(*held[:2], yerr=held[2], fmt="o-", color="#0b6e4f", capsize=3, label="held-out score, ±1 s.e.")
         upper.axhline(held[1][0], color="#888888", linestyle="--", linewidth=1, label=f"start {held[1][0]:.3f}")
         upper.legend(loc="best")
     if trained[0]:
         low = [mean - spread for mean, spread in zip(trained[1], trained[2], strict=True)]
         high = [mean + spread for mean, spread in zip(trained[1], trained[2], strict=True)]
         lower.plot(*trained[:2], marker=".", color="#1f5aa6", label="mean over members")
-        lower.fill_between(trained[0], low, high, color="#1f5aa6", alpha=0.2, label="+-1 s.d. over members")
+        lower.fill_between(trained[0], low, high, color="#1f5aa6", alpha=0.2, label="±1 s.d. over members")
         lower.legend(loc="best")
     upper.set_ylabel("held-out score")
     lower.set_ylabel("training reward")

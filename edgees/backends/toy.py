@@ -36,12 +36,12 @@ _OPTIONS = {"seed": 0.0, "delay": 0.0, "context": 4096.0}
 class ToyEngine:
     """``model``: ``toy``, or with options ``toy:seed=3,delay=0.01,context=200`` (delay: seconds per request).
 
-    ``params``: regular expression of the tensors to tune; ``absolute``: rho is 1 for all (``sigma_abs``).
+    ``params``: regular expression of the tensors to tune.
     """
 
     name = "toy"
 
-    def __init__(self, model: str = "toy", *, params: str = "", absolute: bool = False) -> None:
+    def __init__(self, model: str = "toy", *, params: str = "") -> None:
         options = _options(model)
         self.context_length = int(options["context"])
         self._delay = options["delay"]
@@ -58,7 +58,7 @@ class ToyEngine:
             eps = noise.eps("normal", noise.make_key(seed, 0, 0), noise.tensor_id(name), rows, cols, vector=vector)
             base = (np.round(eps * 4) / 8).astype(np.float32)  # on a coarse grid, as a 4-bit file's weights are
             self.base[name] = base
-            rho = 1.0 if absolute else float(np.float32(np.sqrt(np.mean(base.astype(np.float64) ** 2))))
+            rho = float(np.float32(np.sqrt(np.mean(base.astype(np.float64) ** 2))))
             if params and not re.search(params, name):
                 self._frozen.append((name, f"not matched by params = {params}"))
                 continue
@@ -91,9 +91,12 @@ class ToyEngine:
     def attach(self, delta: Delta) -> None:
         self._delta = delta
         spec = delta.spec
+        wrong = [t.name for t in spec.tensors if t.name not in self.base or self.base[t.name].shape != (t.rows, t.cols)]
+        if wrong:
+            raise UsageError(f"the toy model lacks tensors of this run, or has them in another shape: {wrong}")
         self._pools = {}
         if spec.view == "adapter":
-            for info in self._tensors:
+            for info in spec.tensors:
                 if not info.vector:
                     self._pools[info.name] = noise.pool(spec.seed, info.id, info.cols, spec.factors)
         self.refresh()
@@ -102,7 +105,7 @@ class ToyEngine:
         if self._delta is None:
             raise EngineError("refresh before attach")
         self._centre = dict(self.base)
-        for info in self._tensors:
+        for info in self._delta.spec.tensors:
             self._centre[info.name] = self.base[info.name] + self._delta.rows(info.name, 0, info.rows)
 
     def weights(self, member: Member) -> dict[str, np.ndarray]:
@@ -112,7 +115,7 @@ class ToyEngine:
         if self._delta is None:
             raise EngineError("a perturbed member needs an attached delta")
         weights = dict(self._centre)
-        for info in self._tensors:
+        for info in self._delta.spec.tensors:
             weights[info.name] = weights[info.name] + np.float32(member.amplitude * info.rho) * self._noise(
                 info, member
             )
@@ -173,7 +176,7 @@ class ToyEngine:
         for j in range(spec.rank):
             a = noise.sign_vector(member.key, info.id, 0x100 + j, info.rows)
             total += np.outer(a, self._pools[info.name][:, (member.slot * spec.rank + j) % spec.factors])
-        return total * np.float32(1 / np.sqrt(spec.rank))
+        return np.asarray(total * np.float32(1 / np.sqrt(spec.rank)))
 
     def _forward(self, weights: dict[str, np.ndarray], prompt: Sequence[int]) -> float:
         digest = hashlib.blake2b(b"".join(t.to_bytes(2, "little") for t in prompt), digest_size=4).digest()

@@ -1,0 +1,510 @@
+"""Scorers: load them, call them where they cannot do harm, and never mistake "no reward" for 0.
+
+A reward function has TRL's signature, ``f(prompts, completions, **columns) -> list[float | None]``:
+
+- ``prompts``, ``completions``: one item per answer. As in TRL, rows whose data had a plain string prompt give strings
+  for both; rows whose data had messages give lists of messages, the completion being
+  ``[{"role": "assistant", "content": text}]``.
+- every further column of the data by its name, a list of the same length (None where a row lacks it). A function
+  without ``**kwargs`` gets only what it names.
+- it returns a list (tuple, NumPy array, tensor) of numbers of that length; it may be ``async``.
+
+The user's functions live in a child process, one per file, with the file's folder on ``sys.path`` and a wall deadline
+per call. What they print goes to our stderr or to a log; what they do to ``random`` stays there.
+
+What cannot be a reward (None, NaN, an infinity, text, a bool) is named and excluded: a :class:`Fault`, and NaN in its
+place. A call that raises, hangs, or returns the wrong number of rewards is a :class:`~edgees.errors.ScorerError`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgees.children import Child, ChildDied, ChildTimeout, calling, trace_lines
+from edgees.children import FOLDER as _CHILDREN
+from edgees.errors import DataError, ScorerError, UsageError
+from edgees.tasks.reading import json_object, number, same
+from edgees.tasks.rows import RewardFunction, Row
+
+DEADLINE_S = 60.0
+"""Seconds one call of one function may take."""
+LOADING_S = 120.0
+"""Seconds that importing the user's file may take (it may import a deep-learning library)."""
+PLACEHOLDER = "edgees dry run"
+"""The completion of a dry run on rows without a reference answer."""
+
+NAN = math.nan
+Outcome = tuple[bool, Any]
+"""(True, reward) or (False, why there is none)."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One answer without a reward. index: its place in the call. row: its row's id."""
+
+    index: int
+    row: str
+    function: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.function} on row {self.row} (item {self.index}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """rewards: one float per answer, NaN where excluded; parts: each function's own values, unweighted."""
+
+    rewards: list[float]
+    faults: list[Fault] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+
+# -- built-in scorers ---------------------------------------------------------------------------------------------
+
+
+class NoReward(Exception):
+    """Raised by a built-in scorer for a row it cannot judge; becomes a fault."""
+
+
+def _answer(row: Row) -> str:
+    wanted = row.columns.get("answer", row.answer)
+    if wanted is None:
+        raise NoReward("the row has no answer to compare with")
+    return wanted if isinstance(wanted, str) else (row.answer or str(wanted))
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def exact(row: Row, completion: str) -> float:
+    """``exact``: 1 for the answer itself (white space squeezed), 0.5 if only letter case, quotes around it or closing
+    punctuation differ, else 0."""
+    wanted, given = _squeezed(_answer(row)), _squeezed(completion)
+    if given == wanted:
+        return 1.0
+    loose = [text.strip("\"'`*“”‘’ .!?,;:").casefold() for text in (wanted, given)]
+    return 0.5 if loose[0] == loose[1] and loose[0] else 0.0
+
+
+def numeric(row: Row, completion: str) -> float:
+    """``numeric``: the last number of the text against the answer's (``1,000`` equals ``1e3`` equals ``1000.0``).
+
+    1 for the right number alone; 0.5 for the right number with other text around it; 0.1 for a wrong number alone;
+    0.05 for a wrong number within text; 0 without a number. So form alone pays a tenth of being right.
+    """
+    wanted, _ = number(_answer(row))
+    if wanted is None:
+        raise NoReward("the row's answer holds no number")
+    value, bare = number(completion)
+    if value is None:
+        return 0.0
+    if value == wanted:
+        return 1.0 if bare else 0.5
+    return 0.1 if bare else 0.05
+
+
+def json_fields(row: Row, completion: str) -> float:
+    """``json_fields``: the first JSON object of the text against the answer's.
+
+    0 without a JSON object. Otherwise 0.05, plus 0.75 times the share of fields that are right (of all fields that
+    either side has, so that needless ones cost), plus 0.2 if all are right and the text is nothing but the object
+    (white space and a code fence allowed): full credit for an exact call only. Values must be equal with their type
+    (``"3"`` is not 3); 3 equals 3.0. An object with a key twice counts as none.
+    """
+    wanted, _ = json_object(_answer(row))
+    if not wanted:
+        raise NoReward("the row's answer is not a JSON object with fields")
+    given, clean = json_object(completion)
+    if given is None:
+        return 0.0
+    right = sum(key in given and same(value, given[key]) for key, value in wanted.items())
+    share = right / len(wanted.keys() | given.keys())
+    return 0.05 + 0.75 * share + (0.2 if share == 1.0 and clean else 0.0)
+
+
+BUILTIN: dict[str, Callable[[Row, str], float]] = {"exact": exact, "numeric": numeric, "json_fields": json_fields}
+_OTHERS = ("regex:PATTERN", "reasoning_gym:NAME", "FILE.py[:FUNCTION]")
+
+
+# -- parts: one function each ---------------------------------------------------------------------------------------
+
+
+class _Part(Protocol):
+    name: str
+
+    def check(self) -> None:
+        """Load what can be loaded. Raises ScorerError or UsageError."""
+
+    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]: ...
+
+    def close(self) -> None: ...
+
+
+class _BuiltIn:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._function = BUILTIN[name]
+
+    def check(self) -> None:
+        pass
+
+    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for row, completion in zip(rows, completions, strict=True):
+            try:
+                outcomes.append((True, self._function(row, completion)))
+            except NoReward as error:
+                outcomes.append((False, str(error)))
+        return outcomes
+
+    def close(self) -> None:
+        pass
+
+
+class _InProcess:
+    """A function handed over from Python code, called right here: no deadline, but ``random`` is put back."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.name = str(getattr(function, "__name__", None) or type(function).__name__)
+        self._function = function
+
+    def check(self) -> None:
+        pass
+
+    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+        arguments = _arguments(rows, completions)
+        _require(self.name, calling.parameters_of(self._function)[1], arguments)
+        try:
+            with preserved_random():
+                answer = calling.call(self._function, arguments)
+        except Exception as error:
+            raise ScorerError(
+                f"the scorer {self.name} raised {type(error).__name__}: {error}",
+                "See the exception this one was raised from.",
+            ) from error
+        return _checked(self.name, answer, len(rows))
+
+    def close(self) -> None:
+        pass
+
+
+class _InChild:
+    """A function of a file (or ``regex``, or reasoning_gym's scoring) in a child process."""
+
+    def __init__(self, name: str, function: str, child: Child, deadline: float, source: Path | None = None) -> None:
+        self.name = name
+        self._function = function
+        self._child = child
+        self._deadline = deadline
+        self._source = source
+        self._required: list[str] | None = None
+
+    def check(self) -> None:
+        if self._required is not None:
+            return
+        answer = self._call({"op": "load", "name": self._function}, max(LOADING_S, self._deadline), "loading it")
+        if not answer["found"]:
+            assert self._source is not None
+            names = answer["functions"]
+            raise ScorerError(
+                f"{self._source} has no function {self._function!r}; it has: {', '.join(names) or 'none'}",
+                f"Name one: --reward {self._source.name}:{names[0]}" if names else "Write `def reward(...)` in it.",
+            )
+        self._required = [str(name) for name in answer["required"]]
+
+    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+        self.check()
+        arguments = _arguments(rows, completions)
+        if self._function == "gym":
+            arguments["entries"] = [row.entry for row in rows]
+        if self._source is not None:
+            _require(self.name, self._required or [], arguments)
+        request = {"op": "score", "name": self._function, "arguments": arguments}
+        return _checked(self.name, self._call(request, self._deadline, "scoring"), len(rows))
+
+    def close(self) -> None:
+        self._child.close()
+
+    def _call(self, request: Mapping[str, Any], seconds: float, doing: str) -> dict[str, Any]:
+        try:
+            answer = self._child.call(request, seconds)
+        except ChildTimeout as error:
+            where = _where(error.trace)
+            raise ScorerError(
+                f"the scorer {self.name} did not return within {seconds:g} s ({doing})"
+                + (f"; it was at {where}" if where else ""),
+                "Its process was stopped. Give the function a limit of its own, or raise the scorer's deadline.",
+            ) from error
+        except ChildDied as error:
+            raise ScorerError(
+                f"the scorer {self.name} ended its process while {doing}: {error}",
+                "A crash in a compiled module, os._exit, or too little memory.",
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ScorerError(
+                f"the columns cannot be passed to the scorer {self.name}: {error}", "Columns must be JSON values."
+            ) from error
+        assert isinstance(answer, dict)
+        if "error" in answer:
+            place = f" at {answer['where']}" if answer["where"] else ""
+            raise ScorerError(
+                f"the scorer {self.name} raised{place} ({doing}): {answer['error']}", f"The end of it:\n{answer['trace']}"
+            )
+        return answer
+
+
+def _where(trace: str) -> str:
+    """The innermost frame of guest code in a faulthandler dump: of the file itself where it shows, else any."""
+    ours = {str(path) for path in _CHILDREN.glob("*.py")}
+    blocks = trace.split("\n\n")
+    main = next((block for block in reversed(blocks) if any(path in block for path in ours)), trace)
+    lines = [frame for frame in trace_lines(main, tuple(ours)) if not frame[0].startswith("<")]
+    if not lines:
+        return ""
+    guest = [frame for frame in lines if not frame[0].startswith((sys.prefix, sys.base_prefix))]
+    file, line, function = (guest or lines)[0]
+    return f"{Path(file).name}:{line} in {function}"
+
+
+def _arguments(rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Any]:
+    """TRL's keyword arguments for a batch."""
+    prompts: list[Any] = []
+    given: list[Any] = []
+    for row, text in zip(rows, completions, strict=True):
+        if row.prompt is not None:
+            prompts.append(row.prompt)
+            given.append(text)
+        else:
+            prompts.append([dict(message) for message in row.messages])
+            given.append([{"role": "assistant", "content": text}])
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns.update(dict.fromkeys(row.columns))
+        if row.answer is not None:
+            columns["answer"] = None
+    arguments: dict[str, Any] = {
+        name: [row.columns.get(name, row.answer if name == "answer" else None) for row in rows] for name in columns
+    }
+    return {**arguments, "prompts": prompts, "completions": given}
+
+
+def _require(name: str, required: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    missing = [parameter for parameter in required if parameter not in arguments]
+    if missing:
+        raise ScorerError(
+            f"the scorer {name} asks for {', '.join(missing)}, which the data does not have; "
+            f"it has: {', '.join(sorted(arguments))}",
+            "Parameters are named after the columns of the data. Add the column, or give the parameter a default.",
+        )
+
+
+def _checked(name: str, answer: Mapping[str, Any], expected: int) -> list[Outcome]:
+    if "shape" in answer:
+        raise ScorerError(
+            f"the scorer {name} returned {answer['shape']} instead of a list of {expected} numbers",
+            "A reward function gets a whole batch and returns one number for each completion.",
+        )
+    values = answer["values"]
+    if len(values) != expected:
+        raise ScorerError(
+            f"the scorer {name} returned {len(values)} rewards for {expected} completions",
+            "A reward function returns one number for each completion, in their order; None for 'does not apply'.",
+        )
+    return [(bool(ok), value) for ok, value in values]
+
+
+@contextmanager
+def preserved_random() -> Iterator[None]:
+    """Put the global states of ``random`` and NumPy back afterwards: foreign code likes to seed them."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+# -- the mixture ----------------------------------------------------------------------------------------------------
+
+
+class Scorer:
+    """A weighted sum of reward functions: ``sum(weight * value)``, not divided by the weights.
+
+    An answer for which any of them gives no reward is excluded (NaN). Use :func:`load` to make one; ``close()`` or a
+    ``with`` block ends its processes, which otherwise happens at exit.
+    """
+
+    def __init__(self, parts: Sequence[tuple[_Part, float]]) -> None:
+        self._parts = list(parts)
+        taken: dict[str, int] = {}
+        self.names: list[str] = []
+        """The functions' names, in order; keys of ``Scores.parts``."""
+        for part, _ in self._parts:
+            taken[part.name] = taken.get(part.name, 0) + 1
+            self.names.append(part.name if taken[part.name] == 1 else f"{part.name}#{taken[part.name]}")
+        self.weights = [weight for _, weight in self._parts]
+
+    def score(self, rows: Sequence[Row], completions: Sequence[str]) -> Scores:
+        """Rewards of ``completions[i]``, given for ``rows[i]``. Raises ScorerError (see the module)."""
+        if len(rows) != len(completions):
+            raise ValueError(f"{len(rows)} rows and {len(completions)} completions")
+        if not rows:
+            return Scores([], [], {name: [] for name in self.names})
+        rewards = [0.0] * len(rows)
+        faults: list[Fault] = []
+        parts: dict[str, list[float]] = {}
+        for name, (part, weight) in zip(self.names, self._parts, strict=True):
+            column: list[float] = []
+            for index, (ok, value) in enumerate(part.values(rows, completions)):
+                if not ok:
+                    faults.append(Fault(index, rows[index].id, name, str(value)))
+                column.append(float(value) if ok else NAN)
+                rewards[index] += weight * column[-1]
+            parts[name] = column
+        for index, reward in enumerate(rewards):
+            if math.isinf(reward):  # finite parts whose sum is not
+                rewards[index] = NAN
+                faults.append(Fault(index, rows[index].id, "+".join(self.names), "the weighted sum overflows"))
+        return Scores(rewards, faults, parts)
+
+    def dry_run(self, rows: Sequence[Row]) -> Scores:
+        """Score the first two rows with their own reference answers, before anything expensive is loaded.
+
+        Rows without one are answered with a placeholder. None is accepted ("does not apply"); anything else that is
+        no number is a ScorerError here, for it would be one in every generation.
+        """
+        sample = list(rows[:2])
+        if not sample:
+            raise DataError("there is no row to try the scorer on", "Give the task at least one row.")
+        for part, _ in self._parts:
+            part.check()
+        answers = [row.answer if row.answer is not None else PLACEHOLDER for row in sample]
+        scores = self.score(sample, answers)
+        broken = [fault for fault in scores.faults if fault.reason != "None"]
+        if broken:
+            raise ScorerError(
+                f"dry run: the scorer {broken[0]}",
+                "It was called with the rows' own answers. Return one finite float for each completion.",
+            )
+        return scores
+
+    def close(self) -> None:
+        for part, _ in self._parts:
+            part.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_WEIGHT = re.compile(r"\*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\Z")
+
+
+def load(
+    specs: Sequence[str | RewardFunction],
+    *,
+    deadline: float = DEADLINE_S,
+    folder: Path | None = None,
+    log: Path | None = None,
+) -> Scorer:
+    """A scorer from specs, each a function (called in this process) or a text:
+
+    - ``FILE.py[:FUNCTION]``: the user's function in a child process; FUNCTION is ``reward`` if left out;
+    - ``exact``, ``numeric``, ``json_fields``: see the functions of this module for the credit they give;
+    - ``regex:PATTERN``: dots match newlines, surrounding white space is ignored. Without a group, 1 if the whole text
+      matches, 0.5 if a part does, else 0. With a group and a row that has an answer, 1 if the first match's first
+      group is the answer, 0.1 for a match that is not, else 0. Runs in a child, for patterns can take for ever;
+    - ``reasoning_gym:NAME[?parameters]``: that data set's own scoring, in a child;
+    - any of these with ``*WEIGHT`` behind (``score.py:style*0.3``). A pattern that ends like a weight takes ``*1``.
+
+    deadline: seconds per call of one function. folder: what relative files are relative to (default: the current
+    one). log: file for what the functions print (default: our stderr). Raises UsageError for a spec that cannot be;
+    nothing is started before ``dry_run`` or ``score``.
+    """
+    if isinstance(specs, str):
+        specs = [specs]
+    if not specs:
+        raise UsageError("no scorer was given", "For example --reward score.py, or --reward exact.")
+    if not (deadline > 0 and math.isfinite(deadline)):
+        raise UsageError(f"the scorer's deadline must be a positive number of seconds, not {deadline}")
+    files: dict[Path, Child] = {}
+    parts: list[tuple[_Part, float]] = []
+    for spec in specs:
+        if not isinstance(spec, str):
+            parts.append((_InProcess(spec), 1.0))
+            continue
+        name, weight = _split_weight(spec)
+        if name in BUILTIN:
+            parts.append((_BuiltIn(name), weight))
+        elif name.startswith("regex:"):
+            parts.append((_regex(name, deadline, log), weight))
+        elif name.startswith("reasoning_gym:"):
+            parts.append((_gym(name, deadline, log), weight))
+        else:
+            parts.append((_file(name, spec, deadline, folder, log, files), weight))
+    return Scorer(parts)
+
+
+def _split_weight(spec: str) -> tuple[str, float]:
+    found = _WEIGHT.search(spec)
+    if found is None:
+        return spec.strip(), 1.0
+    weight = float(found.group(1))
+    if not math.isfinite(weight):
+        raise UsageError(f"the weight in {spec!r} is not finite")
+    return spec[: found.start()].strip(), weight
+
+
+def _regex(name: str, deadline: float, log: Path | None) -> _Part:
+    pattern = name.partition(":")[2]
+    try:
+        re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"the pattern of {name!r} does not compile: {error}", "It is a Python regular expression.") from error
+    if not pattern:
+        raise UsageError("regex: needs a pattern", r"For example --reward 'regex:answer is (\d+)'.")
+    return _InChild(name, "regex", Child("score.py", {"regex": pattern}, log=log), deadline)
+
+
+def _gym(name: str, deadline: float, log: Path | None) -> _Part:
+    from edgees.tasks.gym import parse  # lazily, so that a plain run does not read it
+
+    dataset, parameters = parse(name)
+    options = {"gym": {"name": dataset, "parameters": parameters}}
+    return _InChild(name.partition("?")[0], "gym", Child("score.py", options, log=log), deadline)
+
+
+def _file(
+    name: str, spec: str, deadline: float, folder: Path | None, log: Path | None, files: dict[Path, Child]
+) -> _Part:
+    base = folder if folder is not None else Path.cwd()
+    path, function = base / Path(name).expanduser(), "reward"
+    head, colon, tail = name.rpartition(":")
+    if not path.is_file() and colon and tail.isidentifier():
+        path, function = base / Path(head).expanduser(), tail
+    if not path.is_file():
+        known = ", ".join([*BUILTIN, *_OTHERS])
+        if name == "loglik":
+            raise UsageError("loglik is not a scorer but a weight of the run's own", "Set it as the option of that name.")
+        if path.suffix == ".py":
+            raise UsageError(f"scorer file not found: {path}", "Paths are relative to the current folder.")
+        raise UsageError(f"unknown scorer {spec!r}", f"Known: {known}; each may have a weight behind (*0.3).")
+    path = path.resolve()
+    if path not in files:
+        files[path] = Child("score.py", {"file": str(path)}, log=log)
+    return _InChild(f"{path.name}:{function}", function, files[path], deadline, path)

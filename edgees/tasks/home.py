@@ -1,0 +1,191 @@
+"""``home``: a spoken request for a device at home becomes one JSON tool call. The demo task.
+
+    make the bedroom lights warmer at half past nine in the evening
+    -> {"tool":"light","room":"bedroom","set":"warm","at":"21:30"}
+
+The schema (also in the system message, :data:`SYSTEM`): ``tool`` is one of five, ``room`` one of eight, ``set`` is a
+word or (heat) degrees as a number, ``at`` a time as 24-hour HH:MM or ``now``. Keys in this order, no spaces.
+
+Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
+put nor the frame around it) and no call; the names of rooms and the ways to say a time are common to both, as nobody
+can guess those. Credit is ``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call.
+Calls are drawn evenly over tools, rooms and times, so that the best constant answer earns less than 0.2 on average
+(tests/test_tasks.py finds it by search).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from edgees.tasks.reading import json_object, same
+from edgees.tasks.rows import Row, Task
+
+ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage")
+DEGREES = tuple(range(16, 25))
+SETTINGS: dict[str, tuple[str | int, ...]] = {
+    "light": ("on", "off", "dim", "bright", "warm", "cool"),
+    "heat": DEGREES,
+    "blind": ("open", "close", "half"),
+    "music": ("jazz", "rock", "pop", "folk", "stop"),
+    "fan": ("off", "low", "high"),
+}
+KEYS = ("tool", "room", "set", "at")
+SYSTEM = (
+    'You control a home. Turn the request into one JSON call and write nothing else, in this form: '
+    '{"tool":"light","room":"hall","set":"on","at":"07:15"}\n'
+    "tool: light, heat, blind, music or fan. "
+    "set: light on, off, dim, bright, warm, cool; heat 16 to 24; blind open, close, half; "
+    "music jazz, rock, pop, folk, stop; fan off, low, high. "
+    "at: 24-hour time, or now."
+)
+MAX_TOKENS = 48
+TRAIN_ROWS, HELDOUT_ROWS = 256, 128
+
+# How an action may be put: tool -> setting -> templates. {r} is the room, {d} the degrees.
+_TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
+    "light": {
+        "on": ("turn on the {r} lights", "switch the light in the {r} on"),
+        "off": ("turn off the {r} lights", "switch the light in the {r} off"),
+        "dim": ("dim the lights in the {r}", "make the {r} light a bit darker"),
+        "bright": ("make the {r} lights as bright as they go", "brighten up the {r}"),
+        "warm": ("make the {r} lights warmer", "set the {r} lamp to a warm tone"),
+        "cool": ("make the {r} lights cooler", "set the {r} lamp to a cool tone"),
+    },
+    "heat": {
+        "": ("set the {r} to {d} degrees", "warm the {r} up to {d}", "turn the {r} heating to {d} degrees"),
+    },
+    "blind": {
+        "open": ("open the {r} blinds", "pull up the blind in the {r}"),
+        "close": ("close the {r} blinds", "pull down the blind in the {r}"),
+        "half": ("put the {r} blinds half way", "leave the blind in the {r} half open"),
+    },
+    "music": {
+        "jazz": ("play some jazz in the {r}", "put jazz on in the {r}"),
+        "rock": ("play some rock in the {r}", "put rock music on in the {r}"),
+        "pop": ("play some pop in the {r}", "put pop songs on in the {r}"),
+        "folk": ("play some folk in the {r}", "put folk music on in the {r}"),
+        "stop": ("stop the music in the {r}", "no more music in the {r}"),
+    },
+    "fan": {
+        "off": ("turn off the {r} fan", "stop the fan in the {r}"),
+        "low": ("run the {r} fan on low", "set the fan in the {r} to slow"),
+        "high": ("run the {r} fan on high", "set the fan in the {r} to fast"),
+    },
+}
+_HELDOUT: dict[str, dict[str, tuple[str, ...]]] = {
+    "light": {
+        "on": ("I need light in the {r}", "get the {r} lamps on"),
+        "off": ("the {r} should go dark, lights off", "kill the lights of the {r}"),
+        "dim": ("the {r} is too glaring, lower the lights", "have the {r} lamps dimmed"),
+        "bright": ("give me full light in the {r}", "the {r} lamps should be really bright"),
+        "warm": ("I want a warmer glow in the {r}", "warm light for the {r}"),
+        "cool": ("I want a cooler, whiter light in the {r}", "cool light for the {r}"),
+    },
+    "heat": {
+        "": ("I'd like the {r} at {d} degrees", "heat the {r} so that it is {d}", "{d} degrees in the {r}"),
+    },
+    "blind": {
+        "open": ("let the sun in, blinds of the {r} up", "I want the {r} blind opened"),
+        "close": ("shut the blinds of the {r}", "I want the {r} blind closed"),
+        "half": ("have the {r} blind at half", "the blinds of the {r} should be half down"),
+    },
+    "music": {
+        "jazz": ("let me hear jazz in the {r}", "I'm in the {r} and feel like jazz"),
+        "rock": ("let me hear rock in the {r}", "I'm in the {r} and feel like rock"),
+        "pop": ("let me hear pop in the {r}", "I'm in the {r} and feel like pop"),
+        "folk": ("let me hear folk in the {r}", "I'm in the {r} and feel like folk"),
+        "stop": ("silence the speakers in the {r}", "I want quiet in the {r}, end the music"),
+    },
+    "fan": {
+        "off": ("the {r} fan can go off", "I don't need the fan in the {r}, shut it down"),
+        "low": ("a gentle breeze in the {r}, fan on low", "let the fan of the {r} turn slowly"),
+        "high": ("full fan power in the {r}", "let the fan of the {r} spin at its highest"),
+    },
+}
+# The frame: {a} the action, {t} the time. Those without {t} are for requests that mean now.
+_FRAMES = {
+    "train": ("{a} {t}", "please {a} {t}", "{t} {a}", "can you {a} {t}?"),
+    "heldout": ("{a}, {t}", "hey, {t}: {a}", "{a}. Do it {t}.", "when it's time, {t}, {a}"),
+}
+_FRAMES_NOW = {
+    "train": ("{a}", "please {a}", "{a} now", "can you {a}?"),
+    "heldout": ("{a}, right away", "hey, {a}", "{a}, thanks", "quick: {a}"),
+}
+_HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
+
+
+def say_time(hour: int, minute: int, rng: random.Random) -> str:
+    """A spoken time that names the half of the day; ``minute`` is a multiple of 5, ``hour`` 0 to 23."""
+    part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
+    if minute % 15 or rng.random() < 0.4:
+        return f"at {(hour - 1) % 12 + 1}:{minute:02d} {'am' if hour < 12 else 'pm'}"
+    spoken = {0: "", 15: "a quarter past ", 30: "half past ", 45: "a quarter to "}[minute]
+    return f"at {spoken}{_HOURS[(hour + (minute == 45)) % 12]} {part}"
+
+
+def canonical(call: dict[str, Any]) -> str:
+    """The one way a call is written."""
+    return json.dumps({key: call[key] for key in KEYS}, separators=(",", ":"))
+
+
+def generate(count: int, split: str, seed: int, taken: frozenset[str] = frozenset()) -> list[Row]:
+    """``count`` rows of a split ("train" or "heldout") with distinct calls, none of them in ``taken``."""
+    rng = random.Random(f"edgees home {split} {seed}")
+    actions = _TRAIN if split == "train" else _HELDOUT
+    rows: list[Row] = []
+    seen = set(taken)
+    while len(rows) < count:
+        tool = rng.choice(tuple(SETTINGS))
+        room, value = rng.choice(ROOMS), rng.choice(SETTINGS[tool])
+        template = rng.choice(actions[tool][value if isinstance(value, str) else ""])
+        action = template.format(r=room, d=value)
+        if rng.random() < 0.2:
+            at, frame = "now", rng.choice(_FRAMES_NOW[split])
+            text = frame.format(a=action)
+        else:
+            hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30, 45, rng.randrange(0, 60, 5)))
+            if hour == 11 and minute == 45:
+                hour = 10  # "a quarter to twelve in the morning" is nobody's way to say it
+            if hour == 17 and minute == 45:
+                hour = 16
+            at, frame = f"{hour:02d}:{minute:02d}", rng.choice(_FRAMES[split])
+            text = frame.format(a=action, t=say_time(hour, minute, rng))
+        answer = canonical({"tool": tool, "room": room, "set": value, "at": at})
+        if answer not in seen:
+            seen.add(answer)
+            rows.append(Row.plain(f"home/{split}/{len(rows)}", text, answer))
+    return rows
+
+
+def format_metric(row: Row, completion: str) -> float:
+    """1 if the answer is a JSON object and nothing else, with the four keys, a known tool and a setting it has."""
+    call, clean = json_object(completion)
+    if call is None or not clean or set(call) != set(KEYS) or not isinstance(call["tool"], str):
+        return 0.0
+    settings = SETTINGS.get(call["tool"], ())
+    return float(any(same(call["set"], setting) for setting in settings) and call["room"] in ROOMS)
+
+
+def exact_metric(row: Row, completion: str) -> float:
+    """1 if the answer is the right call and nothing else."""
+    call, clean = json_object(completion)
+    wanted, _ = json_object(row.answer or "")
+    return float(clean and call is not None and same(call, wanted))
+
+
+def load(seed: int = 0) -> Task:
+    """The task with 256 training and 128 held-out rows."""
+    train = generate(TRAIN_ROWS, "train", seed)
+    calls = frozenset(row.answer or "" for row in train)
+    return Task(
+        name="home",
+        train=tuple(train),
+        heldout=tuple(generate(HELDOUT_ROWS, "heldout", seed, calls)),
+        reward=("json_fields",),
+        system=SYSTEM,
+        max_tokens=MAX_TOKENS,
+        metrics={"format": format_metric, "exact": exact_metric},
+        defaults={"loglik": 1.0},
+    )
