@@ -23,6 +23,9 @@ struct Kernels {
     // exact. One row of n weights of a GGUF block type to float32, as gguf's reference
     // dequantisation rounds it.
     void (*decode)(int type, const void* row, int64_t n, float* out);
+    // exact. Width of the code steps (absolute scale) of each group of weights of that row; a float
+    // type's is `float_cell`, per 32 weights.
+    void (*cells)(int type, const void* row, int64_t n, float float_cell, float* out);
     // exact. w[j] += step[j / group] * (q[j] - 2^(bits-1)) for a packed residual plane row.
     void (*add_plane)(int bits, const uint8_t* plane, const float* step, int group, int64_t n,
                       float* w);

@@ -8,6 +8,7 @@ static inline void store(float* p, F v) { _mm512_storeu_ps(p, v); }
 static inline F set1(float v) { return _mm512_set1_ps(v); }
 static inline F zero() { return _mm512_setzero_ps(); }
 static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // The sign of lane i is flipped where bit i of the low L bits is set.
@@ -43,6 +44,7 @@ static inline void store(float* p, F v) { _mm256_storeu_ps(p, v); }
 static inline F set1(float v) { return _mm256_set1_ps(v); }
 static inline F zero() { return _mm256_setzero_ps(); }
 static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F flip(F v, uint32_t bits) {
@@ -76,6 +78,7 @@ static inline void store(float* p, F v) { vst1q_f32(p, v); }
 static inline F set1(float v) { return vdupq_n_f32(v); }
 static inline F zero() { return vdupq_n_f32(0.0f); }
 static inline F add(F a, F b) { return vaddq_f32(a, b); }
+static inline F sub(F a, F b) { return vsubq_f32(a, b); }
 static inline F mul(F a, F b) { return vmulq_f32(a, b); }
 static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 static inline F flip(F v, uint32_t bits) {
