@@ -1,0 +1,21 @@
+// The scalar arm: the specification of everything exact.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "../blocks.h"
+#include "../kernels.h"
+#include "../noise.h"
+
+namespace edgees {
+namespace {
+constexpr int L = 8;
+
+#include "scalar_blocks.inl"
+#include "scalar_noise.inl"
+#include "scalar_product.inl"
+}  // namespace
+const Kernels kernels_scalar = {"scalar", L,     philox,    add_signs, add_normals, sign_dot,
+                                decode,   cells, add_plane, tile,      decay_add};
+}  // namespace edgees
