@@ -15,7 +15,8 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class RunFolder:
         self.config = config
         self.notes: list[str] = []
         self._lock = lock
+        self._new = False
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -83,18 +85,28 @@ class RunFolder:
             raise RunError(
                 f"{path} holds a run already", f"go on with it: edgees resume {path}; or choose another --run"
             )
+        new = not path.exists()
         try:
-            for folder in (path, path / "best", path / "traces", path / "plots"):
-                folder.mkdir(parents=True, exist_ok=True)
+            for part in (path, path / "best", path / "traces", path / "plots"):
+                part.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {path}: {error.strerror}", "choose another folder with --run") from error
-        folder_ = cls(path, config, _take_lock(path))
-        try:
+        folder = cls(path, config, _take_lock(path))
+        folder._new = new
+        with folder.made_or_removed():
             write_atomic(path / "config.resolved.toml", to_toml(config).encode())
+        return folder
+
+    @contextlib.contextmanager
+    def made_or_removed(self) -> Iterator[None]:
+        """What fails in here leaves no folder behind that was not there before :meth:`create`."""
+        try:
+            yield
         except BaseException:
-            folder_.close()
+            self.close()
+            if self._new:
+                shutil.rmtree(self.path, ignore_errors=True)
             raise
-        return folder_
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -297,7 +309,8 @@ def evaluation_record(entry: Mapping[str, Any], best: bool) -> dict[str, Any]:
 
 
 def _free_name(task: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(task.partition("?")[0]).stem if "jsonl:" in task else task).strip("-")
+    name = task.partition("?")[0]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).stem if name.startswith("jsonl:") else name).strip("-")
     number = 1
     while (Path("runs") / f"{name or 'run'}-{number}").exists():
         number += 1

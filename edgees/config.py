@@ -49,7 +49,8 @@ def _setting(
 class Config:
     """All settings of one run; see :func:`describe` for what each means."""
 
-    model: str = _setting("smollm2-135m", "GGUF file, Hugging Face folder or id, or smollm2-135m", path=True)
+    # The journal holds the model's hash, so its name need not stay.
+    model: str = _setting("smollm2-135m", "GGUF file, or smollm2-135m, the embedded model", path=True, free=True)
     task: str = _setting("home", "home, sums, jsonl:FILE, reasoning_gym:NAME", path=True)
     reward: tuple[str, ...] = _setting(
         (), "FILE.py[:FUNCTION] or a built-in scorer, several allowed; empty: the task's own", path=True
@@ -67,8 +68,9 @@ class Config:
         high=2**31, group="length",
     )  # fmt: skip
     time: float = _setting(
-        0.0, "stop after the generation that passes this time: 90s, 15m, 1h30m, or seconds; 0: no limit", low=0.0,
-        group="length",
+        0.0,
+        "time for the run (90s, 15m, 1h30m, or seconds): no generation begins that would not end by then; 0: no limit",
+        low=0.0, group="length",
     )  # fmt: skip
 
     scope: str = _setting(
@@ -161,8 +163,17 @@ class Config:
         return _checked(dataclasses.replace(self, **values), source)
 
     def public(self, free: bool = True) -> dict[str, Any]:
-        """Plain dict of all settings; ``free=False`` leaves out those that may change on resume."""
-        return {name: _plain(getattr(self, name)) for name, f in SETTINGS.items() if free or not f.metadata["free"]}
+        """Plain dict of all settings. ``free=False``: only what may not change on resume; of paths the file's name,
+        for a run may be moved together with its data."""
+        if free:
+            return {name: _plain(getattr(self, name)) for name in SETTINGS}
+        kept = {name: getattr(self, name) for name, f in SETTINGS.items() if not f.metadata["free"]}
+        return {name: _plain(_name_only(name, value)) for name, value in kept.items()}
+
+    def absolute(self) -> Config:
+        """The same with the paths of files that exist made absolute, so that it means the same in any folder."""
+        here = Path.cwd()
+        return dataclasses.replace(self, **{name: _beside(name, getattr(self, name), here) for name in SETTINGS})
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in fields(Config) if not f.metadata.get("hidden")}
@@ -327,15 +338,26 @@ def _beside(name: str, value: Any, folder: Path) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(_beside(name, v, folder) for v in value)
-    prefix, path = ("jsonl:", value[6:]) if value.startswith("jsonl:") else ("", value)
-    bare, tail = path, ""
-    if name == "reward":
-        match = re.fullmatch(r"(.+?\.py)([:*].*)?", path)
-        if match:
-            bare, tail = match.group(1), match.group(2) or ""
-    if bare and not Path(bare).is_absolute() and (folder / bare).exists():
-        return prefix + str(folder / bare) + tail
+    found = _path_in(name, value)
+    if found and found[2] and not Path(found[2]).is_absolute() and (folder / found[2]).exists():
+        return f"{found[1]}{folder / found[2]}{found[3]}"
     return str(value)
+
+
+def _name_only(name: str, value: Any) -> Any:
+    """A path setting without its folders."""
+    if not SETTINGS[name].metadata["path"]:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_name_only(name, v) for v in value)
+    found = _path_in(name, value)
+    return found[1] + Path(found[2]).name + found[3] if found else value
+
+
+def _path_in(name: str, value: str) -> re.Match[str] | None:
+    """Groups (prefix, path, tail) of ``jsonl:rows.jsonl``, ``score.py:f*0.5``, ``model.gguf``."""
+    patterns = {"task": r"(jsonl:)(.*)()", "reward": r"()(.+?\.py)((?:[:*].*)?)"}
+    return re.fullmatch(patterns.get(name, "()(.*)()"), value, re.DOTALL)
 
 
 def _checked(config: Config, source: str) -> Config:

@@ -72,6 +72,9 @@ class Observer(Protocol):
 
     def on_end(self, summary: Record) -> None: ...
 
+    def close(self) -> None:
+        """The run is over, well or not: leave the terminal usable."""
+
 
 # --- observers ----------------------------------------------------------------------------------------------------
 
@@ -81,6 +84,24 @@ def observer(out: TextIO) -> Observer:
     if out.isatty() and os.environ.get("TERM", "") != "dumb":
         return TerminalObserver(out)
     return PlainObserver(out)
+
+
+class Silent:
+    """An observer that does nothing with what it is told."""
+
+    def on_start(self, info: Record) -> None: ...
+
+    def on_progress(self, done: int, total: int, tokens: int) -> None: ...
+
+    def on_generation(self, record: Record) -> None: ...
+
+    def on_eval(self, record: Record) -> None: ...
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_end(self, summary: Record) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _Figures:
@@ -137,14 +158,14 @@ class _Figures:
             if self.best and self.best is not self.heldout:
                 text += f" (best {number(self.best.get('heldout'))} after {self.best.get('generation')})"
             parts.append(text)
-        if self.record.get("tokens") and self.record.get("seconds"):
-            parts.append(f"{self.record['tokens'] / self.record['seconds']:.0f} tok/s")
+        if self.record.get("tokens_per_second"):
+            parts.append(f"{self.record['tokens_per_second']:.0f} tok/s")
         if self.record.get("peak_rss_bytes"):
             parts.append(size(self.record["peak_rss_bytes"]))
         return parts
 
 
-class PlainObserver:
+class PlainObserver(Silent):
     """One line per event, no control characters. A reader that went away does not end the run."""
 
     def __init__(self, out: TextIO) -> None:
@@ -162,9 +183,6 @@ class PlainObserver:
         for text in introduction(info):
             self.line(text)
 
-    def on_progress(self, done: int, total: int, tokens: int) -> None:
-        pass
-
     def on_generation(self, record: Record) -> None:
         self.figures.generation(record)
         parts = [f"reward {number(record.get('reward'))} +- {number(record.get('reward_std'))}"]
@@ -172,7 +190,7 @@ class PlainObserver:
             parts.append(f"shrink {record['shrink']:.2f}")
         if record.get("excluded"):
             parts.append(f"{record['excluded']} rewards excluded")
-        parts += self.figures.facts()[-2:] if record.get("tokens") else []
+        parts += self.figures.facts()[-2:] if record.get("tokens_per_second") else []
         parts.append(f"{duration(record.get('seconds'))}")
         left = self.figures.left()
         if left is not None:
@@ -258,7 +276,6 @@ class TerminalObserver:
         self.console.print(f"next: {following(summary)}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the terminal usable, also after an error."""
         self.bars.stop()
 
     def _show(self) -> None:

@@ -13,15 +13,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgees import __version__, native, report, rewards, rollout
+from edgees import __version__, config, gguf_file, model_path, native, report, rewards, rollout
 from edgees.backends.base import CENTRE, Engine, Member
 from edgees.checkpoint import (
     RunFolder,
@@ -36,12 +36,15 @@ from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError, UsageError
 from edgees.history import History, short_float32s
 from edgees.population import Population, RowOrder, sigma_at
-from edgees.report import Observer
+from edgees.report import Observer, Silent
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
 from edgees.update import Update, loglik_weight, mix, update
+
+PROBE_ROWS = 8
+"""Rows that are answered to estimate how long a run will take."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,25 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def of(cls, run: str | Path, history: History, peak: int) -> RunResult:
+        """What the journal of ``run`` says. peak: bytes resident at most."""
+        base = next((e["mean"] for e in history.evals if e["eval"] == 0), None)
+        best = history.best()
+        return cls(
+            run=str(run),
+            generations=history.generation,
+            base=base,
+            best=best["mean"] if best else None,
+            seconds=history.seconds(),
+            peak_rss_bytes=peak,
+            best_generation=best["eval"] if best else None,
+            tokens=sum(entry.get("tokens", 0) for entry in [*history.lines, *history.evals]),
+        )
+
+
+# --- starting, resuming, rehearsing, replaying --------------------------------------------------------------------
+
 
 def tune(
     config: Config,
@@ -75,22 +97,14 @@ def tune(
         run folder has a history, everything up to the last complete generation is saved whatever happens.
     """
     with ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_signal())
-        task = task or open_task(config)
-        config = config.with_defaults(task.defaults, f"task {task.name}")
-        scorer = _scorer(config, task, scorer, stack)
-        _check_task(config, task)
-        engine = _engine(config, engine, stack)
-        spec = spec_of(config, engine)
-        _check_space(config, spec)
-        folder = stack.enter_context(RunFolder.create(config))
-        delta = stack.enter_context(Delta.create(folder.delta_path, spec))
-        header = {
-            "edgees": __version__, "base": engine.base_hash, "data": _data_hash(config, task),
-            "config": config.public(free=False), "seed": config.seed, "pairs": config.pairs, "delta": spec.to_dict(),
-        }  # fmt: skip
-        history = History.create(folder.history_path, header)
-        return _Run(config, engine, task, scorer, folder, history, delta, observer or Silent(), stop).carry_on()
+        setup = _open(config, engine, task, scorer, stack)
+        spec = spec_of(setup.config, setup.engine)
+        _require_space(setup.config, spec)
+        folder = stack.enter_context(RunFolder.create(setup.config))
+        with folder.made_or_removed():
+            delta = stack.enter_context(Delta.create(folder.delta_path, spec))
+            history = History.create(folder.history_path, setup.header(spec))
+        return _Run(setup, folder, history, delta, observer or Silent()).carry_on()
 
 
 def resume(
@@ -107,30 +121,145 @@ def resume(
     """
     observer = observer or Silent()
     with ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_signal())
         folder = stack.enter_context(RunFolder.open(run))
-        config = folder.config
-        folder.check_config(History.open(folder.history_path, repair=False))
+        begun = History.open(folder.history_path, repair=False)
+        folder.check_config(begun)
+        setup = _open(folder.config, engine, task, scorer, stack, begun)
         history, delta = recover(folder)
         stack.enter_context(delta)
         for note in folder.notes:
             observer.on_message(note)
-        task = task or open_task(config)
-        if _data_hash(config, task) != history.header["data"]:
-            raise RunError(f"the rows of task {task.name} are not those that {run} began with", "restore the data")
-        scorer = _scorer(config, task, scorer, stack)
-        engine = _engine(config, engine, stack)
-        if engine.base_hash != history.header["base"]:
+        return _Run(setup, folder, history, delta, observer).carry_on()
+
+
+def rehearse(
+    config: Config, *, engine: Engine | None = None, task: Task | None = None, scorer: Scorer | None = None
+) -> dict[str, Any]:
+    """Everything that can go wrong before a run, tried without writing anything (``tune --dry-run``).
+
+    Returns, JSON-ready: model, task, train, heldout (rows), tensors, weights, frozen, disk_bytes, generations,
+    seconds (expected; None where only the time limits the run), sample ({"row", "answer", "reward"}), warnings.
+    """
+    with ExitStack() as stack:
+        setup = _open(config, engine, task, scorer, stack)
+        c, task = setup.config, setup.task
+        spec = spec_of(c, setup.engine)
+        disk = _require_space(c, spec)
+        costs, answers = probe(setup)
+        scores = setup.scorer.score([t.row for t in answers[:1]], [t.completion for t in answers[:1]])
+        sample = {"row": answers[0].row.id, "answer": answers[0].completion, "reward": scores.rewards[0]}
+        return {
+            "model": c.model, "task": task.name, "train": len(task.train), "heldout": len(task.heldout),
+            "tensors": len(spec.tensors), "weights": sum(t.size for t in spec.tensors),
+            "frozen": len(setup.engine.frozen), "disk_bytes": disk, "generations": c.max_generations,
+            "seconds": costs.of_run(setup, 0), "sample": sample,
+            "warnings": [*task.warnings, *_frozen(setup.engine)],
+        }  # fmt: skip
+
+
+def replay(history: str | Path, *, model: str, out: str | Path) -> RunResult:
+    """Rebuild a run folder from its journal and the base model alone; its delta is bit-identical.
+
+    history: a history.jsonl, or the folder with one. model: the base (its hash must be the journal's).
+
+    :raises RunError: no journal, another model, or ``out`` holds a run already.
+    """
+    source = Path(history)
+    source = source / "history.jsonl" if source.is_dir() else source
+    journal = History.open(source, repair=False)
+    settings = {name: value for name, value in journal.header["config"].items() if value is not None}
+    resolved = source.with_name("config.resolved.toml")  # of the paths the journal has only the files' names
+    config_ = config.load(
+        resolved if resolved.exists() else None,
+        {**({} if resolved.exists() else settings), "model": model, "run": str(out)},
+    ).absolute()
+    _require_same_base(journal, base_hash(config_), model)
+    _require_space(config_, journal.spec)
+    with RunFolder.create(config_) as folder:
+        with folder.made_or_removed():
+            folder.check_config(journal)
+            write_atomic(folder.history_path, source.read_bytes())
+            journal, delta = recover(folder)
+            delta.close()
+        result = RunResult.of(folder.path, journal, peak_rss_bytes())
+        report.write(folder.path, config_.public(), result.to_dict())
+        return result
+
+
+# --- the parts of a run ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """Everything that a run is made of but its folder."""
+
+    config: Config
+    task: Task
+    scorer: Scorer
+    engine: Engine
+
+    def header(self, spec: DeltaSpec) -> dict[str, Any]:
+        """First line of the journal."""
+        return {
+            "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
+            "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
+            "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
+        }  # fmt: skip
+
+    def replies(self, generation: int, temperature: float) -> rollout.Settings:
+        return rollout.Settings(
+            max_tokens=self.config.max_tokens or self.task.max_tokens,
+            conversation=lambda row: self.task.conversation(row, self.config.system),
+            temperature=temperature,
+            seed=self.config.seed,
+            generation=generation,
+        )
+
+    def heldout(self) -> list[Row]:
+        """The rows of an evaluation: all held out, or always the same ``eval_rows`` of them, chosen by a hash."""
+        rows, count = list(self.task.heldout), self.config.eval_rows
+        if not count or count >= len(rows):
+            return rows
+        by_hash = sorted(rows, key=lambda row: hashlib.blake2b(row.id.encode(), digest_size=8).digest())
+        names = {row.id for row in by_hash[:count]}
+        return [row for row in rows if row.id in names]
+
+
+def _open(
+    config: Config,
+    engine: Engine | None,
+    task: Task | None,
+    scorer: Scorer | None,
+    stack: ExitStack,
+    begun: History | None = None,
+) -> _Setup:
+    """What is not given is made, the cheap before the dear: rows, scorer (tried on a dry run), model.
+
+    begun: the journal of a run that is to go on with just these rows and this model.
+    """
+    config = config.absolute()
+    task = task or open_task(config)
+    if begun is None:
+        config = config.with_defaults(task.defaults, f"task {task.name}")
+    elif _data_hash(config, task) != begun.header["data"]:
+        raise RunError(
+            f"the rows of task {task.name} are not those that {begun.path.parent} began with", "restore the data"
+        )
+    _check_task(config, task)
+    scorer = scorer or stack.enter_context(open_scorer(config, task))
+    scorer.dry_run(task.train)
+    native.threads(config.threads)
+    if engine is None:
+        engine = open_engine(config)
+        stack.callback(engine.close)
+    if begun is not None:
+        _require_same_base(begun, engine.base_hash, config.model)
+        if spec_of(config, engine) != begun.spec:
             raise RunError(
-                f"the model {config.model} is not the one that {run} began with: it is {engine.base_hash}, "
-                f"the history says {history.header['base']}",
-                "restore the model file",
+                f"the engine sees other tensors than {begun.path.parent} began with",
+                "use the edgees version that began it",
             )
-        if spec_of(config, engine) != delta.spec:
-            raise RunError(
-                f"the engine sees other tensors than {run} began with", "use the edgees version that began it"
-            )
-        return _Run(config, engine, task, scorer, folder, history, delta, observer, stop).carry_on()
+    return _Setup(config, task, scorer, engine)
 
 
 def open_task(config: Config) -> Task:
@@ -160,13 +289,20 @@ def open_engine(config: Config) -> Engine:
         return ToyEngine(config.model, params=config.params)
     if config.engine == "llamacpp":
         from edgees.backends.llamacpp import LlamaCppEngine
-        from edgees.model_path import resolve
 
         return LlamaCppEngine(
-            resolve(config.model), context=config.context, parallel=config.parallel, threads=config.threads,
-            params=config.params or None,
+            model_path.resolve(config.model), context=config.context, parallel=config.parallel,
+            threads=config.threads, params=config.params or None,
         )  # fmt: skip
     raise UsageError("the torch engine is not there yet", "use --engine llamacpp")
+
+
+def base_hash(config: Config) -> str:
+    """``sha256:...`` of the base that a configuration names, without loading it into an engine."""
+    if config.engine == "toy":
+        return open_engine(config).base_hash
+    with gguf_file.GgufFile(model_path.resolve(config.model)) as file:
+        return file.sha256()
 
 
 def spec_of(config: Config, engine: Engine) -> DeltaSpec:
@@ -186,118 +322,131 @@ def spec_of(config: Config, engine: Engine) -> DeltaSpec:
     )
 
 
-def evaluation_rows(task: Task, count: int) -> list[Row]:
-    """The held-out rows that are scored: all, or ``count`` chosen by a hash of their names, the same in every run."""
-    rows = list(task.heldout)
-    if not count or count >= len(rows):
-        return rows
-    chosen = sorted(rows, key=lambda row: hashlib.blake2b(row.id.encode(), digest_size=8).digest())[:count]
-    names = {row.id for row in chosen}
-    return [row for row in rows if row.id in names]
+# --- how long it takes ------------------------------------------------------------------------------------------------
 
 
-class Silent:
-    """An observer that does nothing with what it is told."""
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that one answer, and one likelihood of a reference answer, take."""
 
-    def on_start(self, info: report.Record) -> None: ...
+    reply: float
+    loglik: float
 
-    def on_progress(self, done: int, total: int, tokens: int) -> None: ...
+    def of_run(self, setup: _Setup, generation: int) -> float | None:
+        """Seconds from ``generation`` to the end, evaluations included; None where the time is the only limit."""
+        c, total = setup.config, setup.config.max_generations
+        if total is None:
+            return None
+        seconds = 0.0
+        for g in range(generation, total):
+            weight = loglik_weight(g / total, c.loglik, c.loglik_hold, c.loglik_end)
+            seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * 2 * c.pairs * c.rows
+        evaluations = 2 + ((total - generation) // c.eval_every if c.eval_every else 0)
+        seconds += evaluations * len(setup.heldout()) * self.reply
+        return min(seconds, c.time) if c.time else seconds
 
-    def on_generation(self, record: report.Record) -> None: ...
 
-    def on_eval(self, record: report.Record) -> None: ...
+def probe(setup: _Setup) -> tuple[Costs, list[Trajectory]]:
+    """Measure :class:`Costs` on a few rows, answered by the model as it is; also those answers."""
+    rows = setup.task.train[:PROBE_ROWS]
+    began = time.monotonic()
+    answers = rollout.play(setup.engine, [CENTRE], rows, setup.replies(0, 0.0))
+    reply, began = (time.monotonic() - began) / len(rows), time.monotonic()
+    if setup.config.loglik > 0.0:
+        rollout.likelihood(setup.engine, [CENTRE], rows, setup.replies(0, 0.0))
+    return Costs(reply, (time.monotonic() - began) / len(rows)), answers
 
-    def on_message(self, text: str) -> None: ...
 
-    def on_end(self, summary: report.Record) -> None: ...
+# --- the run --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Generation:
-    """What the members of one generation did. rewards: float64 [P, 2, rows], NaN = excluded."""
+    """What the members of one generation did. rewards: float64 [P, 2, rows], NaN = excluded.
+
+    tokens: generated, or scored as a reference answer; processed: all that went through the model.
+    """
 
     rewards: np.ndarray
-    excluded: list[list[Any]]
-    answers: list[Trajectory]
-    tokens: int
-    processed: int
+    excluded: list[list[Any]] = field(default_factory=list)
+    answers: list[Trajectory] = field(default_factory=list)
+    tokens: int = 0
+    processed: int = 0
 
 
 class _Run:
     """One process's work on a run: :meth:`loop` is the algorithm, everything below it a detail."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        task: Task,
-        scorer: Scorer,
-        folder: RunFolder,
-        history: History,
-        delta: Delta,
-        observer: Observer,
-        stop: _Stop,
-    ) -> None:
-        self.config, self.engine, self.task, self.scorer = config, engine, task, scorer
-        self.folder, self.history, self.delta = folder, history, delta
-        self.observer, self.stop = observer, stop
-        self.sigma = config.sigma if config.sigma_abs is None else config.sigma_abs
-        self.population = Population(config.seed, config.pairs)
-        self.order = RowOrder(config.seed, len(task.train), config.rows)
+    def __init__(self, setup: _Setup, folder: RunFolder, history: History, delta: Delta, observer: Observer) -> None:
+        self.setup, self.folder, self.history, self.delta, self.observer = setup, folder, history, delta, observer
+        self.config, self.task, self.engine, self.scorer = setup.config, setup.task, setup.engine, setup.scorer
+        self.sigma = self.config.sigma if self.config.sigma_abs is None else self.config.sigma_abs
+        self.population = Population(self.config.seed, self.config.pairs)
+        self.order = RowOrder(self.config.seed, len(self.task.train), self.config.rows)
+        self.stop = _Stop()
         self.mark = time.monotonic()
-        self.processed = 0
-        self.warned: set[str] = set()
+        self.phases: dict[str, float] = {}
+        self.last_phases: dict[str, float] = {}
+        self.warned = False
 
     def loop(self) -> None:
         """Perturb, play, score, step; journal first, weights second. Ends when the run is over."""
-        c, task = self.config, self.task
+        c, history = self.config, self.history
         while True:
-            g, fraction, over = self.history.generation, self.fraction(), self.over()
-            if self.evaluation_is_due(g, over):
+            g = history.generation
+            if self.evaluation_is_due(g):
                 self.evaluate(g)
-            if over:
+            if self.over():
                 return
-            clock = _Clock()
+            fraction = self.fraction()
             sigma = sigma_at(fraction, self.sigma, c.sigma_end)
             lr = c.lr * sigma / self.sigma
             weight = loglik_weight(fraction, c.loglik, c.loglik_hold, c.loglik_end)
             members = self.population.ask(g, sigma)
-            rows = [task.train[i] for i in self.order.rows(g)]
-            made = self.play(g, members, rows, weight, clock)
+            rows = [self.task.train[i] for i in self.order.rows(g)]
+            made = self.play(g, members, rows, weight)
             drift = self.delta.drift()
             step = update(
                 made.rewards, lr=lr, sigma=sigma, shaping=c.shaping, shrink=c.shrink, decay=c.decay, drift=drift,
                 drift_budget=c.drift_budget,
             )  # fmt: skip
-            line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr}
-            line |= {"loglik": weight, "drift": drift, **_of_step(step), **_of_answers(made)}
-            self.history.append({**line, "seconds": self.lap()})
-            self.delta.apply(self.history.step(g))
+            line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr,
+                    "loglik": weight, "drift": drift, **_of_step(step), **_of_answers(made)}  # fmt: skip
+            history.append({**line, "seconds": self.seconds()})
+            self.delta.apply(history.step(g))
             self.engine.refresh()
-            clock.lap("update")
-            self.tell(g, step, made, clock)
+            self.tell(g, step, made)
 
     def carry_on(self) -> RunResult:
-        """Run the loop to its end; whatever ends it, the figures on disk are brought up to date."""
-        native.threads(self.config.threads)
+        """Run the loop to its end; whatever ends it, what can be read of the run is brought up to date."""
         self.engine.attach(self.delta)
         self.observer.on_start(self.info())
         for text in (*self.task.warnings, *_frozen(self.engine)):
             self.observer.on_message(text)
-        saved = f"the run is saved up to generation {self.history.generation}"
         try:
-            try:
+            with _stop_on_signal(self.stop):
+                self.foretell()
                 self.loop()
-            except (Interrupted, KeyboardInterrupt) as error:
-                saved = f"{self.history.generation} generation(s) are saved in {self.folder.path}"
-                raise Interrupted(f"interrupted; {saved}", f"go on with: edgees resume {self.folder.path}") from error
             if not self.task.heldout:
                 self.folder.save_best(self.delta, {"generation": self.history.generation, "heldout": None})
+        except KeyboardInterrupt as error:
+            raise self.advised(Interrupted("interrupted")) from error
+        except EdgeesError as error:
+            self.advised(error)
+            raise
         finally:
-            self.write_report()
-        result = self.result()
+            if self.stop.asked < 2:
+                self.write_report()
+        result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
         self.observer.on_end(result.to_dict())
         return result
+
+    def advised(self, error: EdgeesError) -> EdgeesError:
+        """The error, saying what is saved and how to go on."""
+        advice = f"{self.history.generation} generation(s) are saved; go on with: edgees resume {self.folder.path}"
+        if "edgees resume" not in (error.hint or ""):
+            error.hint = f"{error.hint}; {advice}" if error.hint else advice
+        return error
 
     # ------------------------------------------------------------------------------------- how far the run is
 
@@ -309,156 +458,166 @@ class _Run:
         return min(1.0, self.history.seconds() / self.config.time)
 
     def over(self) -> bool:
+        """No generation is left, or none that would end, with the last evaluation, within the time."""
+        lines, evals, limit = self.history.lines, self.history.evals, self.config.time
         total = self.config.max_generations
-        if total is not None and self.history.generation >= total:
+        if total is not None and len(lines) >= total:
             return True
-        return self.config.time > 0 and self.history.seconds() >= self.config.time
+        if not limit or not lines:  # one generation there is in any case
+            return False
+        return self.history.seconds() + sum(float(e[-1]["seconds"]) for e in (lines, evals) if e) > limit
 
-    def evaluation_is_due(self, generation: int, over: bool) -> bool:
+    def evaluation_is_due(self, generation: int) -> bool:
         if not self.task.heldout or any(e["eval"] == generation for e in self.history.evals):
             return False
         every = self.config.eval_every
-        return generation == 0 or over or (every > 0 and generation % every == 0)
+        return generation == 0 or (every > 0 and generation % every == 0) or self.over()
 
-    def lap(self) -> float:
-        """Seconds since the last line of the journal."""
+    def foretell(self) -> None:
+        """Say how long it will take: by the pace so far, before there is any by a short probe."""
+        lines = self.history.lines
+        if self.over():
+            return
+        if lines:
+            pace = self.history.seconds() / len(lines)
+            total = self.config.max_generations
+            seconds = None if total is None else pace * (total - len(lines))
+        else:
+            seconds = probe(self.setup)[0].of_run(self.setup, 0)
+            self.stop.check()
+        if seconds is None:
+            seconds = self.config.time - self.history.seconds()
+        self.observer.on_message(f"expected time: about {report.duration(seconds)}")
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap went into ``phase``."""
         now = time.monotonic()
-        seconds, self.mark = now - self.mark, now
-        return seconds
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self.mark
+        self.mark = now
+
+    def seconds(self) -> float:
+        """Seconds since the last line of the journal; starts the next one's phases."""
+        self.lap("other")
+        total = sum(self.phases.values())
+        self.last_phases, self.phases = self.phases, {}
+        return total
 
     # --------------------------------------------------------------------------------------- members and rows
-
-    def play(
-        self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float, clock: _Clock
-    ) -> _Generation:
+    def play(self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float) -> _Generation:
         """Every member on every row: rewards, or likelihoods, or a mixture of both by ``weight``."""
-        c = self.config
-        shape = (c.pairs, 2, len(rows))
-        settings = self.settings(generation, c.temperature)
-        excluded: list[list[Any]] = []
-        answers: list[Trajectory] = []
+        shape = (len(members) // 2, 2, len(rows))
+        settings = self.setup.replies(generation, self.config.temperature)
+        progress = self.progress(len(members) * len(rows))
+        made = _Generation(np.empty(0))
         scored = likely = None
-        tokens = self.processed = 0
         if weight < 1.0:
-            answers = rollout.play(self.engine, members, rows, settings, self.progress(members, rows))
-            tokens += sum(len(t.tokens) for t in answers)
-            clock.lap("generate")
-            scored = self.score(answers, shape, excluded)
-            clock.lap("score")
-        processed, self.processed = self.processed, 0
+            made.answers = rollout.play(self.engine, members, rows, settings, progress)
+            made.tokens += sum(len(t.tokens) for t in made.answers)
+            made.processed += progress.tokens
+            self.lap("generate")
+            scored = np.array(self.score(made.answers, made.excluded)).reshape(shape)
+            self.lap("score")
         if weight > 0.0:
-            scores = rollout.likelihood(self.engine, members, rows, settings, self.progress(members, rows))
-            tokens += sum(s.tokens for s in scores if s is not None)
-            likely = np.array([np.nan if s is None else s.mean for s in scores]).reshape(shape)
+            scores = rollout.likelihood(self.engine, members, rows, settings, progress)
+            made.tokens += sum(s.tokens for s in scores if s is not None)
+            made.processed += progress.tokens
+            likely = np.array([math.nan if s is None else s.mean for s in scores]).reshape(shape)
+            reason = "no likelihood: prompt and answer do not fit the context, or it is not finite"
             for pair, side, row in np.argwhere(~np.isfinite(likely)):
-                reason = "no likelihood: prompt and answer do not fit the context, or it is not finite"
-                excluded.append([int(pair), 1 - 2 * int(side), rows[row].id, reason])
-            clock.lap("loglik")
+                made.excluded.append([int(pair), 1 - 2 * int(side), rows[row].id, reason])
+            self.lap("loglik")
         self.stop.check()
-        made = _Generation(mix(scored, likely, weight), excluded, answers, tokens, processed + self.processed)
-        self.trace(f"{generation:06d}.jsonl", answers, made.rewards.reshape(-1).tolist())
-        self.refuse_if_too_many_are_invalid(generation, made)
+        made.rewards = mix(scored, likely, weight)
+        self.trace(f"{generation:06d}.jsonl", made.answers, made.rewards.reshape(-1).tolist())
+        self.require_rewards(f"generation {generation + 1}", made.rewards.reshape(-1), made.excluded)
         return made
 
-    def score(
-        self, answers: Sequence[Trajectory], shape: tuple[int, int, int], excluded: list[list[Any]]
-    ) -> np.ndarray:
+    def score(self, answers: Sequence[Trajectory], excluded: list[list[Any]]) -> list[float]:
+        """A reward per answer, NaN for those that have none; these are added to ``excluded``."""
         scores = self.scorer.score([t.row for t in answers], [t.completion for t in answers])
         for fault in scores.faults:
             t = answers[fault.index]
-            excluded.append([t.member.pair, t.member.sign, t.row.id, f"{fault.function}: {fault.reason}"[:200]])
-        return np.array(scores.rewards, np.float64).reshape(shape)
+            sign = t.member.sign if t.member.amplitude else 0
+            excluded.append([t.member.pair, sign, t.row.id, f"{fault.function}: {fault.reason}"[:200]])
+        return scores.rewards
 
-    def refuse_if_too_many_are_invalid(self, generation: int, made: _Generation) -> None:
-        invalid, total = int((~np.isfinite(made.rewards)).sum()), made.rewards.size
+    def require_rewards(self, where: str, values: np.ndarray, excluded: Sequence[Sequence[Any]]) -> None:
+        """Say which rewards were excluded. :raises ScorerError: they are more than ``max_invalid`` of all."""
+        invalid = int((~np.isfinite(values)).sum())
         if not invalid:
             return
-        pair, sign, row, reason = made.excluded[0]
-        first = f"pair {pair}{'+' if sign > 0 else '-'}, row {row}: {reason}"
-        if invalid > self.config.max_invalid * total:
+        pair, sign, row, reason = excluded[0]
+        first = f"{f'pair {pair}{chr(43) if sign > 0 else chr(45)}, ' if sign else ''}row {row}: {reason}"
+        if invalid > self.config.max_invalid * values.size:
             raise ScorerError(
-                f"generation {generation + 1}: {invalid} of {total} rewards are invalid (more than max_invalid = "
+                f"{where}: {invalid} of {values.size} rewards are invalid (more than max_invalid = "
                 f"{self.config.max_invalid:g}); the first: {first}",
-                f"mend the scorer, then: edgees resume {self.folder.path}",
+                "mend the scorer",
             )
         more = f" (and {invalid - 1} more)" if invalid > 1 else ""
-        self.observer.on_message(f"generation {generation + 1}: excluded: {first}{more}")
+        self.observer.on_message(f"{where}: excluded: {first}{more}")
 
     def evaluate(self, generation: int) -> None:
         """Score the unperturbed centre on the held-out rows, greedily; keep it if it is the best so far."""
-        rows = evaluation_rows(self.task, self.config.eval_rows)
-        answers = rollout.play(self.engine, [CENTRE], rows, self.settings(0, 0.0), self.progress([CENTRE], rows))
+        rows = self.setup.heldout()
+        progress = self.progress(len(rows))
+        answers = rollout.play(self.engine, [CENTRE], rows, self.setup.replies(0, 0.0), progress)
         self.stop.check()
-        scores = self.scorer.score(rows, [t.completion for t in answers])
-        values = np.array(scores.rewards, np.float64)
+        self.lap("generate")
+        excluded: list[list[Any]] = []
+        values = np.array(self.score(answers, excluded), np.float64)
+        self.lap("score")
+        where = f"evaluation after {generation} generation(s)"
+        self.trace(f"eval-{generation:06d}.jsonl", answers, values.tolist())
+        self.require_rewards(where, values, excluded)
         valid = values[np.isfinite(values)]
         entry: dict[str, Any] = {
             "eval": generation,
             "mean": float(valid.mean()) if valid.size else None,
             "se": float(valid.std(ddof=1) / math.sqrt(valid.size)) if valid.size > 1 else None,
             "rows": len(rows),
-            "rewards": [float(v) if math.isfinite(v) else None for v in values],
+            "rewards": _numbers(values),
             "metrics": {
                 name: float(np.mean([measure(t.row, t.completion) for t in answers]))
                 for name, measure in self.task.metrics.items()
             },
+            "excluded": excluded,
             **_texts(answers),
         }
         best = self.history.best()
-        self.history.append({**entry, "seconds": self.lap()})
+        self.history.append({**entry, "seconds": self.seconds()})
         better = entry["mean"] is not None and (best is None or entry["mean"] > best["mean"])
         if better:
             self.folder.save_best(self.delta, {"generation": generation, "heldout": entry["mean"]})
-        self.trace(f"eval-{generation:06d}.jsonl", answers, list(scores.rewards))
         record = evaluation_record(self.history.evals[-1], better)
         append_line(self.folder.path / "metrics.jsonl", record)
         self.observer.on_eval(record)
         self.warn_of_constant_answer(entry, rows)
 
     def warn_of_constant_answer(self, entry: dict[str, Any], rows: Sequence[Row]) -> None:
+        """Once, where nearly all held-out answers are one text though the reference answers are not."""
         wanted = Counter(row.answer for row in rows if row.answer is not None)
-        natural = max(wanted.values(), default=0) / max(1, len(rows))
-        if (
-            len(rows) >= 8
-            and entry["majority"] >= 0.8 > natural
-            and entry["eval"] > 0
-            and "constant" not in self.warned
-        ):
-            self.warned.add("constant")
+        natural = max(wanted.values(), default=0) / len(rows)
+        if not self.warned and len(rows) >= 8 and entry["eval"] and entry["majority"] >= 0.8 > natural:
+            self.warned = True
             self.observer.on_message(
                 f"{entry['majority']:.0%} of the held-out answers are the same text: the reward may pay one constant "
                 "answer too well"
             )
 
-    def settings(self, generation: int, temperature: float) -> rollout.Settings:
-        return rollout.Settings(
-            max_tokens=self.config.max_tokens or self.task.max_tokens,
-            conversation=lambda row: self.task.conversation(row, self.config.system),
-            temperature=temperature,
-            seed=self.config.seed,
-            generation=generation,
-        )
-
-    def progress(self, members: Sequence[Member], rows: Sequence[Row]) -> Callable[[int, int], None]:
-        total = len(members) * len(rows)
-
-        def tell(done: int, tokens: int) -> None:
-            self.stop.check()
-            self.processed = tokens
-            self.observer.on_progress(done, total, tokens)
-
-        return tell
+    def progress(self, total: int) -> _Progress:
+        return _Progress(self.stop, self.observer, total)
 
     # ------------------------------------------------------------------------------------------------ records
 
-    def tell(self, generation: int, step: Update, made: _Generation, clock: _Clock) -> None:
+    def tell(self, generation: int, step: Update, made: _Generation) -> None:
         line = self.history.lines[generation]
         record = generation_record(line) | {
             "drift": self.delta.drift(),
-            "tokens": made.processed or made.tokens,
+            "processed": made.processed,
             "tokens_per_second": (made.processed or made.tokens) / max(line["seconds"], 1e-9),
             "peak_rss_bytes": peak_rss_bytes(),
-            **{f"seconds_{name}": seconds for name, seconds in clock.seconds.items()},
+            **{f"seconds_{name}": seconds for name, seconds in self.last_phases.items()},
         }
         append_line(self.folder.path / "metrics.jsonl", record)
         self.observer.on_generation(record)
@@ -484,34 +643,21 @@ class _Run:
         write_atomic(folder / name, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
 
     def info(self) -> dict[str, Any]:
-        c = self.config
+        c, spec = self.config, self.delta.spec
         return {
             "run": str(self.folder.path), "model": c.model, "task": self.task.name, "generations": c.max_generations,
             "seconds": c.time or None, "members": 2 * c.pairs, "rows": self.order.count,
-            "weights": sum(t.size for t in self.delta.spec.tensors), "generation": self.history.generation,
-            "scope": c.scope, "tensors": len(self.delta.spec.tensors), "elapsed": self.history.seconds(),
+            "weights": sum(t.size for t in spec.tensors), "generation": self.history.generation, "scope": c.scope,
+            "tensors": len(spec.tensors), "elapsed": self.history.seconds(),
         }  # fmt: skip
-
-    def result(self) -> RunResult:
-        base = next((e["mean"] for e in self.history.evals if e["eval"] == 0), None)
-        best = self.history.best()
-        return RunResult(
-            run=str(self.folder.path),
-            generations=self.history.generation,
-            base=base,
-            best=best["mean"] if best else None,
-            seconds=self.history.seconds(),
-            peak_rss_bytes=peak_rss_bytes(),
-            best_generation=best["eval"] if best else None,
-            tokens=sum(entry.get("tokens", 0) for entry in [*self.history.lines, *self.history.evals]),
-        )
 
     def write_report(self) -> None:
         """metrics.csv, plot and page. A run that ends by an error must end by that error, not by one from here."""
         failed = sys.exc_info()[0] is not None
         try:
             if (self.folder.path / "metrics.jsonl").exists():
-                _, notes = report.write(self.folder.path, self.config.public(), self.result().to_dict())
+                result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
+                _, notes = report.write(self.folder.path, self.config.public(), result.to_dict())
                 for note in notes if not failed else []:
                     self.observer.on_message(note)
         except (EdgeesError, OSError):
@@ -519,21 +665,8 @@ class _Run:
                 raise
 
 
-class _Clock:
-    """Seconds by phase of one generation."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-
 class _Stop:
-    """Ctrl-C once: stop at the next occasion; twice: at once."""
+    """Ctrl-C once: stop when the member at work has finished; twice: at once."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -549,19 +682,28 @@ class _Stop:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[_Stop]:
+def _stop_on_signal(stop: _Stop) -> Iterator[None]:
     """SIGINT asks for a stop instead of tearing through whatever is being written."""
-    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     before = signal.signal(signal.SIGINT, stop.handle)
     try:
-        yield stop
-    except KeyboardInterrupt as error:
-        raise Interrupted("interrupted", "what is saved can be resumed: edgees resume RUN") from error
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Progress:
+    """What an engine calls now and then: passes it on, and is the place to stop. tokens: processed so far."""
+
+    def __init__(self, stop: _Stop, observer: Observer, total: int) -> None:
+        self.stop, self.observer, self.total, self.tokens = stop, observer, total, 0
+
+    def __call__(self, done: int, tokens: int) -> None:
+        self.tokens = tokens
+        self.observer.on_progress(done, self.total, tokens)
+        self.stop.check()
 
 
 def peak_rss_bytes() -> int:
@@ -574,15 +716,16 @@ def peak_rss_bytes() -> int:
     return 0
 
 
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    return [float(v) if math.isfinite(v) else None for v in values]
+
+
 def _of_step(step: Update) -> dict[str, Any]:
     mean = step.fitness.mean
     return {
         "keep": short_float32s([step.keep])[0],
         "shrink": step.shrink,
-        "rewards": {
-            name: [float(v) if math.isfinite(v) else None for v in mean[:, side]]
-            for side, name in enumerate(("plus", "minus"))
-        },
+        "rewards": {"plus": _numbers(mean[:, 0]), "minus": _numbers(mean[:, 1])},
         "z": list(step.z),
         "coefs": short_float32s(step.coefs),
         "reason": step.reason,
@@ -609,18 +752,7 @@ def _texts(answers: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def _scorer(config: Config, task: Task, given: Scorer | None, stack: ExitStack) -> Scorer:
-    scorer = given or stack.enter_context(open_scorer(config, task))
-    scorer.dry_run(task.train)
-    return scorer
-
-
-def _engine(config: Config, given: Engine | None, stack: ExitStack) -> Engine:
-    if given is not None:
-        return given
-    engine = open_engine(config)
-    stack.callback(engine.close)
-    return engine
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def _check_task(config: Config, task: Task) -> None:
@@ -636,8 +768,8 @@ def _check_task(config: Config, task: Task) -> None:
             )
 
 
-def _check_space(config: Config, spec: DeltaSpec) -> None:
-    """Delta, the best so far, and its replacement while that is written: seen to before anything is written."""
+def _require_space(config: Config, spec: DeltaSpec) -> int:
+    """Bytes for delta, the best so far, and its replacement while that is written: refused before anything is."""
     size = 0
     for t in spec.tensors:
         size += 4 * t.rows * (spec.factors if spec.view == "adapter" and not t.vector else t.cols)
@@ -645,6 +777,16 @@ def _check_space(config: Config, spec: DeltaSpec) -> None:
     while not folder.exists():
         folder = folder.parent
     require_space(folder, 3 * size, "a run (the learned weights, the best so far, and one copy in the making)")
+    return 3 * size
+
+
+def _require_same_base(history: History, found: str, model: str) -> None:
+    if found != history.header["base"]:
+        raise RunError(
+            f"the model {model} is not the one that {history.path.parent} began with: it is {found}, "
+            f"the history says {history.header['base']}",
+            "give, or put back, the original file",
+        )
 
 
 def _data_hash(config: Config, task: Task) -> str:

@@ -128,6 +128,8 @@ def update(
     coefs = np.asarray(lr * factor * z / pairs, np.float32)
     keep = float(np.float32(1.0 - decay))
     reason = _reason(fit, z, factor, shrink)
+    if reason:  # decay and budget act with a step, never alone: no signal leaves the weights as they are
+        return Update(fit, tuple(z.tolist()), (0.0,) * pairs, 1.0, factor, reason)
     if drift_budget > 0.0:
         length = float(np.sqrt(np.sum(coefs.astype(np.float64) ** 2)))
         if length > drift_budget:
