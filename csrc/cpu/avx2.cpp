@@ -7,12 +7,12 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../blocks.h"
 #include "../kernels.h"
 #include "../noise.h"
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define EDGEES_ARM_AVX2
+#include "../blocks.h"
 namespace edgees {
 namespace {
 #include "simd.h"

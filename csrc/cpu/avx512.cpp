@@ -7,12 +7,14 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../blocks.h"
 #include "../kernels.h"
 #include "../noise.h"
+// GCC 12 warns of its own intrinsics' undefined operands.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #define EDGEES_ARM_AVX512
+#include "../blocks.h"
 namespace edgees {
 namespace {
 #include "simd.h"
