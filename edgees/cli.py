@@ -16,12 +16,15 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
 from edgees import __version__
-from edgees.errors import EdgeesError, Interrupted, UsageError, WillNotFit
+from edgees.errors import EdgeesError, Interrupted, WillNotFit
+
+if TYPE_CHECKING:
+    from edgees.report import Observer
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -280,3 +283,99 @@ def doctor(as_json: bool) -> None:
             click.echo(f"{ {True: 'ok', False: 'NO', None: '--'}[fine] }  {subject:<10}{text}")
             if hint:
                 click.echo(f"    {'':<10}hint: {hint}")
+
+
+@cli.command(from_config=True)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Check everything, estimate the time, write nothing.")
+@json_option
+def tune(config: Path | None, dry_run: bool, as_json: bool, **flags: Any) -> None:
+    """Tune a model on a task. Settings come from CONFIG (TOML or YAML); flags win over it."""
+    from edgees import config as settings
+    from edgees import tune as tuning
+
+    with one_document(as_json) as document:
+        chosen = settings.load(config, given(flags))
+        if dry_run:
+            document |= tuning.rehearse(chosen)
+            show_rehearsal(document, as_json)
+            return
+        with watching() as observer:
+            document |= tuning.tune(chosen, observer=observer).to_dict()
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def resume(run: Path, as_json: bool) -> None:
+    """Go on with a run that was interrupted; the result is that of a run that never was."""
+    from edgees import tune as tuning
+
+    with one_document(as_json) as document, watching() as observer:
+        document |= tuning.resume(run, observer=observer).to_dict()
+
+
+@cli.command()
+@click.argument("history", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The base model that the history began with.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Run folder to make.")
+@json_option
+def replay(history: Path, model: str, out: Path, as_json: bool) -> None:
+    """Rebuild a run folder from its HISTORY (history.jsonl) and the base alone, bit for bit."""
+    from edgees import tune as tuning
+
+    with one_document(as_json) as document:
+        result = tuning.replay(history, model=model, out=out)
+        document |= result.to_dict()
+        if not as_json:
+            click.echo(f"{out}: {result.generations} generation(s) rebuilt from {history}")
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def report(run: Path, as_json: bool) -> None:
+    """Write metrics.csv, plots/reward.png and README.md of a run anew, and print its table."""
+    from edgees import tune as tuning
+    from edgees.report import closing
+
+    with one_document(as_json) as document:
+        result, files, notes = tuning.report_of(run)
+        document |= result.to_dict() | {"files": files}
+        if as_json:
+            return
+        for name, value in closing(document):
+            click.echo(f"{name + ':':<12} {value}")
+        for text in (*notes, *files):
+            click.echo(text)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Observer]:
+    """An observer on standard output that leaves the terminal usable however the run ends."""
+    from edgees.report import observer
+
+    watcher = observer(sys.stdout)
+    try:
+        yield watcher
+    finally:
+        watcher.close()
+
+
+def show_rehearsal(found: Mapping[str, Any], as_json: bool) -> None:
+    """What ``tune --dry-run`` found, in words."""
+    if as_json:
+        return
+    from edgees.report import duration, number, size
+
+    sample = found["sample"]
+    lines = [
+        f"model:     {found['model']}, {found['weights']:,} weights in {found['tensors']} tensors are tuned",
+        f"task:      {found['task']}, {found['train']} rows to train on, {found['heldout']} held out",
+        f"sample:    {sample['row']}: reward {number(sample['reward'])} for {sample['answer']!r}",
+        f"disk:      {size(found['disk_bytes'])}",
+        f"time:      about {duration(found['seconds'])}",
+        *found["warnings"],
+        "all is well; nothing was written",
+    ]
+    click.echo("\n".join(lines))

@@ -186,6 +186,18 @@ def replay(history: str | Path, *, model: str, out: str | Path) -> RunResult:
         return result
 
 
+def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
+    """The files for people of a run (:func:`edgees.report.write`) made anew: result, files, what is to be said.
+
+    :raises RunError: no run there.
+    """
+    folder = Path(run)
+    history = History.open(folder / "history.jsonl", repair=False)
+    records = report.read_metrics(folder)
+    result = RunResult.of(folder, history, max((r.get("peak_rss_bytes") or 0 for r in records), default=0))
+    return result, *report.write(folder, config.load(folder / "config.resolved.toml").public(), result.to_dict())
+
+
 # --- the parts of a run ---------------------------------------------------------------------------------------------
 
 
