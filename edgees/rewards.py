@@ -19,20 +19,19 @@ place. A call that raises, hangs, or returns the wrong number of rewards is a :c
 from __future__ import annotations
 
 import math
-import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgees.children import Child, ChildDied, ChildTimeout, calling, trace_lines
 from edgees.children import FOLDER as _CHILDREN
+from edgees.children import Child, ChildDied, ChildTimeout, calling, trace_lines
 from edgees.errors import DataError, ScorerError, UsageError
 from edgees.tasks.reading import json_object, number, same
-from edgees.tasks.rows import RewardFunction, Row
+from edgees.tasks.rows import RewardFunction, Row, as_text
 
 DEADLINE_S = 60.0
 """Seconds one call of one function may take."""
@@ -76,10 +75,10 @@ class NoReward(Exception):
 
 
 def _answer(row: Row) -> str:
-    wanted = row.columns.get("answer", row.answer)
+    wanted = as_text(row.columns.get("answer", row.answer))
     if wanted is None:
         raise NoReward("the row has no answer to compare with")
-    return wanted if isinstance(wanted, str) else (row.answer or str(wanted))
+    return wanted
 
 
 def _squeezed(text: str) -> str:
@@ -158,6 +157,19 @@ class _BuiltIn:
     def check(self) -> None:
         pass
 
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        bad = [
+            (row.id, reason)
+            for row, (ok, reason) in zip(rows, self.values(rows, [PLACEHOLDER] * len(rows)), strict=True)
+            if not ok
+        ]
+        if bad:
+            raise ScorerError(
+                f"the scorer {self.name} cannot judge {len(bad)} of {len(rows)} rows; the first is row {bad[0][0]}: "
+                f"{bad[0][1]}",
+                "Give every row an answer that fits the scorer, or take the row out.",
+            )
+
     def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for row, completion in zip(rows, completions, strict=True):
@@ -185,9 +197,9 @@ class _InProcess:
         arguments = _arguments(rows, completions)
         _require(self.name, calling.parameters_of(self._function)[1], arguments)
         try:
-            with preserved_random():
+            with calling.preserved_random():
                 answer = calling.call(self._function, arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ScorerError(
                 f"the scorer {self.name} raised {type(error).__name__}: {error}",
                 "See the exception this one was raised from.",
@@ -199,38 +211,28 @@ class _InProcess:
 
 
 class _InChild:
-    """A function of a file (or ``regex``, or reasoning_gym's scoring) in a child process."""
+    """A function that runs in a child process. function: its name there."""
 
-    def __init__(self, name: str, function: str, child: Child, deadline: float, source: Path | None = None) -> None:
+    def __init__(self, name: str, function: str, child: Child, deadline: float) -> None:
         self.name = name
         self._function = function
         self._child = child
         self._deadline = deadline
-        self._source = source
-        self._required: list[str] | None = None
 
     def check(self) -> None:
-        if self._required is not None:
-            return
-        answer = self._call({"op": "load", "name": self._function}, max(LOADING_S, self._deadline), "loading it")
-        if not answer["found"]:
-            assert self._source is not None
-            names = answer["functions"]
-            raise ScorerError(
-                f"{self._source} has no function {self._function!r}; it has: {', '.join(names) or 'none'}",
-                f"Name one: --reward {self._source.name}:{names[0]}" if names else "Write `def reward(...)` in it.",
-            )
-        self._required = [str(name) for name in answer["required"]]
+        pass
 
     def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
-        self.check()
-        arguments = _arguments(rows, completions)
+        arguments: dict[str, Any] = {"completions": list(completions)}
         if self._function == "gym":
             arguments["entries"] = [row.entry for row in rows]
-        if self._source is not None:
-            _require(self.name, self._required or [], arguments)
+        else:
+            arguments["answers"] = [as_text(row.columns.get("answer", row.answer)) for row in rows]
+        return self._values(arguments, len(rows))
+
+    def _values(self, arguments: Mapping[str, Any], count: int) -> list[Outcome]:
         request = {"op": "score", "name": self._function, "arguments": arguments}
-        return _checked(self.name, self._call(request, self._deadline, "scoring"), len(rows))
+        return _checked(self.name, self._call(request, self._deadline, "scoring"), count)
 
     def close(self) -> None:
         self._child.close()
@@ -258,9 +260,40 @@ class _InChild:
         if "error" in answer:
             place = f" at {answer['where']}" if answer["where"] else ""
             raise ScorerError(
-                f"the scorer {self.name} raised{place} ({doing}): {answer['error']}", f"The end of it:\n{answer['trace']}"
+                f"the scorer {self.name} raised{place} ({doing}): {answer['error']}",
+                f"The end of it:\n{answer['trace']}",
             )
         return answer
+
+
+class _OfFile(_InChild):
+    """A function of the user's file. Without a name: ``reward``, ``score``, or the only one that the file defines."""
+
+    def __init__(self, path: Path, function: str, child: Child, deadline: float) -> None:
+        super().__init__(f"{path.name}:{function}" if function else path.name, function, child, deadline)
+        self._path = path
+        self._required: list[str] | None = None
+
+    def check(self) -> None:
+        if self._required is not None:
+            return
+        answer = self._call({"op": "load", "name": self._function}, max(LOADING_S, self._deadline), "loading it")
+        names = answer["functions"]
+        if not answer["name"]:
+            wanted = f"function {self._function!r}" if self._function else "function that is obviously meant"
+            raise ScorerError(
+                f"{self._path} has no {wanted}; it has: {', '.join(names) or 'none'}",
+                f"Name one: --reward {self._path.name}:{names[0]}" if names else "Write `def reward(...)` in it.",
+            )
+        self._function = answer["name"]
+        self.name = f"{self._path.name}:{self._function}"
+        self._required = [str(name) for name in answer["required"]]
+
+    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+        self.check()
+        arguments = _arguments(rows, completions)
+        _require(self.name, self._required or [], arguments)
+        return self._values(arguments, len(rows))
 
 
 def _where(trace: str) -> str:
@@ -323,20 +356,6 @@ def _checked(name: str, answer: Mapping[str, Any], expected: int) -> list[Outcom
     return [(bool(ok), value) for ok, value in values]
 
 
-@contextmanager
-def preserved_random() -> Iterator[None]:
-    """Put the global states of ``random`` and NumPy back afterwards: foreign code likes to seed them."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-
-
 # -- the mixture ----------------------------------------------------------------------------------------------------
 
 
@@ -349,18 +368,28 @@ class Scorer:
 
     def __init__(self, parts: Sequence[tuple[_Part, float]]) -> None:
         self._parts = list(parts)
-        taken: dict[str, int] = {}
-        self.names: list[str] = []
-        """The functions' names, in order; keys of ``Scores.parts``."""
-        for part, _ in self._parts:
-            taken[part.name] = taken.get(part.name, 0) + 1
-            self.names.append(part.name if taken[part.name] == 1 else f"{part.name}#{taken[part.name]}")
         self.weights = [weight for _, weight in self._parts]
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names, in order; keys of ``Scores.parts``. Complete once the files have been loaded."""
+        taken: Counter[str] = Counter()
+        names: list[str] = []
+        for part, _ in self._parts:
+            taken[part.name] += 1
+            names.append(part.name if taken[part.name] == 1 else f"{part.name}#{taken[part.name]}")
+        return names
+
+    def check(self) -> None:
+        """Load every file and see that its function is there. Raises ScorerError."""
+        for part, _ in self._parts:
+            part.check()
 
     def score(self, rows: Sequence[Row], completions: Sequence[str]) -> Scores:
         """Rewards of ``completions[i]``, given for ``rows[i]``. Raises ScorerError (see the module)."""
         if len(rows) != len(completions):
             raise ValueError(f"{len(rows)} rows and {len(completions)} completions")
+        self.check()
         if not rows:
             return Scores([], [], {name: [] for name in self.names})
         rewards = [0.0] * len(rows)
@@ -384,13 +413,16 @@ class Scorer:
         """Score the first two rows with their own reference answers, before anything expensive is loaded.
 
         Rows without one are answered with a placeholder. None is accepted ("does not apply"); anything else that is
-        no number is a ScorerError here, for it would be one in every generation.
+        no number is a ScorerError here, for it would be one in every generation. A built-in scorer looks at every
+        row, for one that it cannot judge (no answer) is a row for nothing.
         """
         sample = list(rows[:2])
         if not sample:
             raise DataError("there is no row to try the scorer on", "Give the task at least one row.")
+        self.check()
         for part, _ in self._parts:
-            part.check()
+            if isinstance(part, _BuiltIn):
+                part.check_rows(rows)
         answers = [row.answer if row.answer is not None else PLACEHOLDER for row in sample]
         scores = self.score(sample, answers)
         broken = [fault for fault in scores.faults if fault.reason != "None"]
@@ -424,7 +456,8 @@ def load(
 ) -> Scorer:
     """A scorer from specs, each a function (called in this process) or a text:
 
-    - ``FILE.py[:FUNCTION]``: the user's function in a child process; FUNCTION is ``reward`` if left out;
+    - ``FILE.py[:FUNCTION]``: the user's function in a child process; without FUNCTION it is ``reward``, else ``score``,
+      else the only one that the file defines;
     - ``exact``, ``numeric``, ``json_fields``: see the functions of this module for the credit they give;
     - ``regex:PATTERN``: dots match newlines, surrounding white space is ignored. Without a group, 1 if the whole text
       matches, 0.5 if a part does, else 0. With a group and a row that has an answer, 1 if the first match's first
@@ -475,7 +508,9 @@ def _regex(name: str, deadline: float, log: Path | None) -> _Part:
     try:
         re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"the pattern of {name!r} does not compile: {error}", "It is a Python regular expression.") from error
+        raise UsageError(
+            f"the pattern of {name!r} does not compile: {error}", "It is a Python regular expression."
+        ) from error
     if not pattern:
         raise UsageError("regex: needs a pattern", r"For example --reward 'regex:answer is (\d+)'.")
     return _InChild(name, "regex", Child("score.py", {"regex": pattern}, log=log), deadline)
@@ -493,18 +528,18 @@ def _file(
     name: str, spec: str, deadline: float, folder: Path | None, log: Path | None, files: dict[Path, Child]
 ) -> _Part:
     base = folder if folder is not None else Path.cwd()
-    path, function = base / Path(name).expanduser(), "reward"
+    path, function = base / Path(name).expanduser(), ""
     head, colon, tail = name.rpartition(":")
     if not path.is_file() and colon and tail.isidentifier():
         path, function = base / Path(head).expanduser(), tail
     if not path.is_file():
         known = ", ".join([*BUILTIN, *_OTHERS])
         if name == "loglik":
-            raise UsageError("loglik is not a scorer but a weight of the run's own", "Set it as the option of that name.")
+            raise UsageError("loglik is no scorer but a weight beside it", "Set it by its own option: --loglik 1.")
         if path.suffix == ".py":
             raise UsageError(f"scorer file not found: {path}", "Paths are relative to the current folder.")
         raise UsageError(f"unknown scorer {spec!r}", f"Known: {known}; each may have a weight behind (*0.3).")
     path = path.resolve()
     if path not in files:
         files[path] = Child("score.py", {"file": str(path)}, log=log)
-    return _InChild(f"{path.name}:{function}", function, files[path], deadline, path)
+    return _OfFile(path, function, files[path], deadline)

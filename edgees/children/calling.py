@@ -8,8 +8,32 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def preserved_random() -> Iterator[None]:
+    """Put the global states of ``random`` and NumPy back afterwards: foreign code likes to seed them."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def seed_globals(seed: int) -> None:
+    """Seed ``random`` and, where it is loaded, NumPy."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:

@@ -13,15 +13,16 @@ from datetime import datetime
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import protocol  # noqa: E402
+import protocol  # type: ignore[import-not-found]
 
 sys.path.pop(0)
 
-import jinja2  # noqa: E402
-import jinja2.ext  # noqa: E402
-import jinja2.nodes  # noqa: E402
-import jinja2.parser  # noqa: E402
-import jinja2.sandbox  # noqa: E402
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from jinja2.exceptions import SecurityError
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -38,7 +39,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, except that reaching for an internal stops at once instead of becoming an empty string."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        raise jinja2.sandbox.SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__} is refused")
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__} is refused")
 
 
 def raise_exception(message: object) -> None:
@@ -56,9 +57,7 @@ def tojson(
 
 
 def build(clock: list[str]) -> Environment:
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
 
     def strftime_now(form: str) -> str:
         now = datetime.fromisoformat(clock[0]) if clock[0] else datetime.now()
@@ -96,7 +95,7 @@ def main() -> None:
             return {"text": text}
         except (MemoryError, OverflowError) as error:
             return {"error": str(error) or "out of memory", "kind": "memory"}
-        except jinja2.sandbox.SecurityError as error:
+        except SecurityError as error:
             return {"error": str(error), "kind": "security"}
         except jinja2.TemplateSyntaxError as error:
             return {"error": str(error.message), "kind": "syntax", "line": error.lineno}

@@ -1,9 +1,9 @@
 """Script of the scorer child: imports a user's file once and calls its functions on request.
 
 Options: one of {"file"}, {"regex"}, {"gym": {"name", "parameters"}}.
-Requests: {"op": "load", "name"} and {"op": "score", "name", "arguments": {...}, "entries"?}.
-Answers to ``load``: {"functions", "found", "accepts", "required"}; to ``score``: {"values": [[ok, number | reason]]};
-or {"error", "where", "trace"}.
+Requests: {"op": "load", "name"} ("": whatever is meant) and {"op": "score", "name", "arguments": {...}}.
+Answers to ``load``: {"name" ("": not there), "functions", "required"}; to ``score``: {"values": [[ok, number or
+reason]]}, or {"shape": words} for no list; to both {"error", "where", "trace"} where something was raised.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0]) == _HERE:
     sys.path.pop(0)  # our own file names must not hide the user's modules
 sys.path.insert(0, _HERE)
-import calling  # noqa: E402
-import protocol  # noqa: E402
+import calling  # type: ignore[import-not-found]  # noqa: E402
+import protocol  # type: ignore[import-not-found]  # noqa: E402
 
 sys.path.pop(0)
 
@@ -51,6 +51,11 @@ def own_functions(module: ModuleType) -> list[str]:
     )
 
 
+def default_name(names: list[str]) -> str:
+    """The function that is meant where none is named; "" if that is anybody's guess."""
+    return next((name for name in ("reward", "score") if name in names), names[0] if len(names) == 1 else "")
+
+
 def failure(error: BaseException, path: str) -> dict[str, Any]:
     """What went wrong and where: the innermost frame of the user's file, and the last lines of the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -68,8 +73,8 @@ def failure(error: BaseException, path: str) -> dict[str, Any]:
 def regex_scorer(pattern: str) -> Callable[..., list[float]]:
     compiled = re.compile(pattern, re.DOTALL)
 
-    def score(completions: list[str], answer: list[str | None]) -> list[float]:
-        return [regex_credit(compiled, text, wanted) for text, wanted in zip(completions, answer)]  # noqa: B905
+    def score(completions: list[str], answers: list[str | None]) -> list[float]:
+        return [regex_credit(compiled, text, wanted) for text, wanted in zip(completions, answers)]  # noqa: B905
 
     return score
 
@@ -121,12 +126,14 @@ def main() -> None:
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         try:
             load()
-            function = functions.get(request["name"])
             if request["op"] == "load":
-                usable = callable(function)
-                accepts, required = calling.parameters_of(function) if usable else ([], [])
-                return {"found": usable, "functions": listed, "accepts": accepts, "required": required}
-            return calling.call(function, request["arguments"])
+                name = request["name"] or default_name(listed)
+                if not callable(functions.get(name)):
+                    return {"name": "", "functions": listed}
+                required = calling.parameters_of(functions[name])[1]
+                return {"name": name, "functions": listed, "required": required}
+            answer: dict[str, Any] = calling.call(functions[request["name"]], request["arguments"])
+            return answer
         except BaseException as error:  # SystemExit too: it must not end the loop
             return failure(error, path)
         finally:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
+from edgees.children.calling import preserved_random, seed_globals
 from edgees.errors import MissingExtra, UsageError
 from edgees.tasks.rows import Row, Task, split_rows
 
@@ -46,41 +43,28 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 def canonical(name: str, parameters: dict[str, Any]) -> str:
     """The spec again, every parameter spelt out."""
-    from urllib.parse import urlencode
-
     return f"reasoning_gym:{name}?" + urlencode(
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in sorted(parameters.items())}
     )
 
 
-@contextmanager
-def _preserved_random() -> Iterator[None]:
-    """Some generators seed the global ``random``; put it (and NumPy's) back."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
+def load(spec: str, split: float, seed: int) -> Task:
+    """The task; ``split`` and ``seed`` as in :func:`edgees.tasks.rows.split_rows`.
 
-
-def load(spec: str, *, heldout: float, seed: int) -> Task:
-    """The task. UsageError for an unknown data set or parameter, MissingExtra without the package."""
+    :raises UsageError: unknown data set or parameter. :raises MissingExtra: the package is not there.
+    """
     name, parameters = parse(spec)
-    with _preserved_random():
+    with preserved_random():
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
             raise MissingExtra(
-                f"{spec} needs the package reasoning-gym ({error})", "pip install 'edgees[reasoning]'"
+                f"{spec} needs the package reasoning-gym ({error})", "pip install reasoning-gym"
             ) from error
         if name not in DATASETS:
             raise UsageError(f"reasoning_gym has no data set {name!r}", f"It has: {', '.join(sorted(DATASETS))}.")
-        random.seed(int(parameters["seed"]))
+        seed_globals(parameters["seed"])  # not every generator keeps to a random.Random of its own
         try:
             dataset = reasoning_gym.create_dataset(name, **parameters)
             entries = [dataset[index] for index in range(len(dataset))]
@@ -90,7 +74,7 @@ def load(spec: str, *, heldout: float, seed: int) -> Task:
                 "Parameters are those of the data set's configuration class.",
             ) from error
     rows = [_row(name, index, entry) for index, entry in enumerate(entries)]
-    train, held = split_rows(rows, heldout, seed)
+    train, held = split_rows(rows, split, seed)
     return Task(
         name=spec,
         train=tuple(train),

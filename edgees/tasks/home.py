@@ -3,20 +3,22 @@
     make the bedroom lights warmer at half past nine in the evening
     -> {"tool":"light","room":"bedroom","set":"warm","at":"21:30"}
 
-The schema (also in the system message, :data:`SYSTEM`): ``tool`` is one of five, ``room`` one of eight, ``set`` is a
+The schema (also in the system message, :data:`SYSTEM`): ``tool`` is one of five, ``room`` the room's name, ``set`` a
 word or (heat) degrees as a number, ``at`` a time as 24-hour HH:MM or ``now``. Keys in this order, no spaces.
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
 put nor the frame around it) and no call; the names of rooms and the ways to say a time are common to both, as nobody
 can guess those. Credit is ``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call.
-Calls are drawn evenly over tools, rooms and times, so that the best constant answer earns less than 0.2 on average
-(tests/test_tasks.py finds it by search).
+Tools, rooms and times are drawn evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from edgees.tasks.reading import json_object, same
@@ -33,7 +35,7 @@ SETTINGS: dict[str, tuple[str | int, ...]] = {
 }
 KEYS = ("tool", "room", "set", "at")
 SYSTEM = (
-    'You control a home. Turn the request into one JSON call and write nothing else, in this form: '
+    "You control a home. Turn the request into one JSON call and write nothing else, in this form: "
     '{"tool":"light","room":"hall","set":"on","at":"07:15"}\n'
     "tool: light, heat, blind, music or fan. "
     "set: light on, off, dim, bright, warm, cool; heat 16 to 24; blind open, close, half; "
@@ -41,7 +43,11 @@ SYSTEM = (
     "at: 24-hour time, or now."
 )
 MAX_TOKENS = 48
-TRAIN_ROWS, HELDOUT_ROWS = 256, 128
+TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
+HELDOUT_CALLS = 8
+"""One call in so many (by a hash of its text) is asked for in held-out rows only."""
+NOW = 1 / 8
+"""Share of the requests that name no time."""
 
 # How an action may be put: tool -> setting -> templates. {r} is the room, {d} the degrees.
 _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -66,7 +72,7 @@ _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
         "rock": ("play some rock in the {r}", "put rock music on in the {r}"),
         "pop": ("play some pop in the {r}", "put pop songs on in the {r}"),
         "folk": ("play some folk in the {r}", "put folk music on in the {r}"),
-        "stop": ("stop the music in the {r}", "no more music in the {r}"),
+        "stop": ("stop the music in the {r}", "cut the songs in the {r}"),
     },
     "fan": {
         "off": ("turn off the {r} fan", "stop the fan in the {r}"),
@@ -113,6 +119,7 @@ _FRAMES_NOW = {
     "train": ("{a}", "please {a}", "{a} now", "can you {a}?"),
     "heldout": ("{a}, right away", "hey, {a}", "{a}, thanks", "quick: {a}"),
 }
+_AT = re.compile(r"now|([01]\d|2[0-3]):[0-5]\d")
 _HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
 
 
@@ -121,51 +128,53 @@ def say_time(hour: int, minute: int, rng: random.Random) -> str:
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
     if minute % 15 or rng.random() < 0.4:
         return f"at {(hour - 1) % 12 + 1}:{minute:02d} {'am' if hour < 12 else 'pm'}"
+    if (hour, minute) == (12, 0):
+        return "at noon"
     spoken = {0: "", 15: "a quarter past ", 30: "half past ", 45: "a quarter to "}[minute]
     return f"at {spoken}{_HOURS[(hour + (minute == 45)) % 12]} {part}"
 
 
-def canonical(call: dict[str, Any]) -> str:
+def canonical(call: Mapping[str, Any]) -> str:
     """The one way a call is written."""
     return json.dumps({key: call[key] for key in KEYS}, separators=(",", ":"))
 
 
-def generate(count: int, split: str, seed: int, taken: frozenset[str] = frozenset()) -> list[Row]:
-    """``count`` rows of a split ("train" or "heldout") with distinct calls, none of them in ``taken``."""
+def is_heldout(answer: str) -> bool:
+    """Whether a call (its text) is kept for held-out rows."""
+    return hashlib.blake2b(answer.encode(), digest_size=4).digest()[0] % HELDOUT_CALLS == 0
+
+
+def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
+    """``count`` rows of a split ("train" or "heldout") with distinct requests. The same for ever for a seed."""
     rng = random.Random(f"edgees home {split} {seed}")
     actions = _TRAIN if split == "train" else _HELDOUT
-    rows: list[Row] = []
-    seen = set(taken)
+    rows: dict[str, Row] = {}
     while len(rows) < count:
         tool = rng.choice(tuple(SETTINGS))
         room, value = rng.choice(ROOMS), rng.choice(SETTINGS[tool])
-        template = rng.choice(actions[tool][value if isinstance(value, str) else ""])
-        action = template.format(r=room, d=value)
-        if rng.random() < 0.2:
-            at, frame = "now", rng.choice(_FRAMES_NOW[split])
-            text = frame.format(a=action)
-        else:
+        action = rng.choice(actions[tool][value if isinstance(value, str) else ""]).format(r=room, d=value)
+        at, when = "now", ""
+        if rng.random() >= NOW:
             hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30, 45, rng.randrange(0, 60, 5)))
-            if hour == 11 and minute == 45:
-                hour = 10  # "a quarter to twelve in the morning" is nobody's way to say it
-            if hour == 17 and minute == 45:
-                hour = 16
-            at, frame = f"{hour:02d}:{minute:02d}", rng.choice(_FRAMES[split])
-            text = frame.format(a=action, t=say_time(hour, minute, rng))
+            if minute == 45 and hour in (11, 17):
+                hour -= 1  # "a quarter to twelve in the morning" is nobody's way to say it
+            at, when = f"{hour:02d}:{minute:02d}", say_time(hour, minute, rng)
+        text = rng.choice((_FRAMES if when else _FRAMES_NOW)[split]).format(a=action, t=when)
         answer = canonical({"tool": tool, "room": room, "set": value, "at": at})
-        if answer not in seen:
-            seen.add(answer)
-            rows.append(Row.plain(f"home/{split}/{len(rows)}", text, answer))
-    return rows
+        if text not in rows and is_heldout(answer) == (split == "heldout"):
+            rows[text] = Row.plain(f"home/{split}/{len(rows)}", text, answer)
+    return tuple(rows.values())
 
 
 def format_metric(row: Row, completion: str) -> float:
-    """1 if the answer is a JSON object and nothing else, with the four keys, a known tool and a setting it has."""
+    """1 if the answer is one call that the house could execute, and nothing else."""
     call, clean = json_object(completion)
-    if call is None or not clean or set(call) != set(KEYS) or not isinstance(call["tool"], str):
+    if call is None or not clean or set(call) != set(KEYS):
         return 0.0
-    settings = SETTINGS.get(call["tool"], ())
-    return float(any(same(call["set"], setting) for setting in settings) and call["room"] in ROOMS)
+    tool, room, value, at = (call[key] for key in KEYS)
+    settings = SETTINGS.get(tool, ()) if isinstance(tool, str) else ()
+    known = any(same(value, setting) for setting in settings) and isinstance(room, str) and isinstance(at, str)
+    return float(known and bool(room) and bool(_AT.fullmatch(at)))
 
 
 def exact_metric(row: Row, completion: str) -> float:
@@ -175,17 +184,17 @@ def exact_metric(row: Row, completion: str) -> float:
     return float(clean and call is not None and same(call, wanted))
 
 
-def load(seed: int = 0) -> Task:
-    """The task with 256 training and 128 held-out rows."""
-    train = generate(TRAIN_ROWS, "train", seed)
-    calls = frozenset(row.answer or "" for row in train)
+def load() -> Task:
+    """The task: 2048 training and 256 held-out rows, always the same, so that runs can be compared."""
     return Task(
         name="home",
-        train=tuple(train),
-        heldout=tuple(generate(HELDOUT_ROWS, "heldout", seed, calls)),
+        train=generate(TRAIN_ROWS, "train"),
+        heldout=generate(HELDOUT_ROWS, "heldout"),
         reward=("json_fields",),
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        defaults={"loglik": 1.0},
+        # Likelihood of the reference call to the end: with 8 rows a generation it carries the signal of several
+        # times as many greedy answers, and is cheaper to compute.
+        defaults={"loglik": 1.0, "loglik_hold": 1.0, "loglik_end": 1.0},
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgees.errors import DataError
+from edgees.errors import DataError, UsageError
 
 RewardFunction = Callable[..., Any]
 """TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
@@ -18,7 +18,7 @@ RewardFunction = Callable[..., Any]
 class Row:
     """One thing to answer.
 
-    id: unique in its task and stable from run to run (it stands in the history).
+    id: unique among the training rows and among the held-out ones, stable from run to run (it stands in the history).
     messages: the conversation so far (``role``, ``content``), ending before the answer. Without the task's system
         message: :meth:`Task.conversation` adds it.
     columns: every further column of the data, as scorers get them; JSON values.
@@ -43,8 +43,8 @@ class Row:
         return cls(id, ({"role": "user", "content": prompt},), columns, answer, prompt)
 
     def content_key(self) -> str:
-        """Digest of what the model is asked: equal for rows that differ only in id or columns."""
-        text = json.dumps([dict(sorted(message.items())) for message in self.messages])
+        """Digest of what the model is asked: equal for rows that differ only in id, columns or white space."""
+        text = json.dumps([{k: " ".join(v.split()) for k, v in sorted(m.items())} for m in self.messages])
         return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
 
 
@@ -80,20 +80,29 @@ class Task:
         return [*head, *(dict(message) for message in row.messages)]
 
 
+def as_text(value: Any) -> str | None:
+    """A reference answer as text: what is no text becomes compact JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def split_rows(rows: Sequence[Row], heldout: float, seed: int) -> tuple[list[Row], list[Row]]:
     """(train, held-out) by a hash of each row's question: the same rows give the same split in any order.
 
-    ``heldout`` is the share of distinct questions held out, at least one, and at least one is left to train on;
-    rows with the same question always land on the same side. DataError for fewer than two distinct questions.
+    ``heldout`` is the share of distinct questions held out: none for 0, else at least one, and at least one is left
+    to train on; rows with the same question always land on the same side. DataError for fewer than two of them.
     """
+    if heldout == 0.0:
+        return list(rows), []
     if not 0.0 < heldout < 1.0:
-        raise DataError(f"the held-out share must lie between 0 and 1, not {heldout:g}", "For example 0.2.")
+        raise UsageError(f"the held-out share must be at least 0 and less than 1, not {heldout:g}", "For example 0.2.")
     keys = [row.content_key() for row in rows]
     distinct = sorted(set(keys), key=lambda key: hashlib.blake2b(f"{seed} {key}".encode(), digest_size=16).digest())
     if len(distinct) < 2:
         raise DataError(
             f"{len(rows)} row(s) with {len(distinct)} distinct question(s) cannot be split into training and held-out",
-            "Add rows, or give the held-out ones in a file of their own: --eval-data FILE.",
+            "Add rows, give the held-out ones in a file of their own (--eval-data FILE), or none: --heldout 0.",
         )
     count = min(max(round(len(distinct) * heldout), 1), len(distinct) - 1)
     chosen = set(distinct[:count])
