@@ -41,58 +41,62 @@ static inline void store_blocks(uint32_t* out, U c0, U c1, U c2, U c3) {
 #endif
 
 #if defined(EDGEES_ARM_NEON)
+using U = uint32x4_t;
 constexpr int kBlocks = 4;
-static inline void philox_group(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream,
-                                uint32_t first, uint32_t* out) {
-    static const uint32_t iota[4] = {0, 1, 2, 3};
-    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    uint32x4x4_t c = {{vaddq_u32(vdupq_n_u32(first), vld1q_u32(iota)), vdupq_n_u32(row),
-                       vdupq_n_u32(tensor), vdupq_n_u32(stream)}};
-    const uint32x4_t m0 = vdupq_n_u32(kPhiloxM0), m1 = vdupq_n_u32(kPhiloxM1);
-    for (int r = 0; r < kNoiseRounds; ++r) {
-        const uint32x4_t p0l = vreinterpretq_u32_u64(
-            vmull_u32(vget_low_u32(c.val[0]), vget_low_u32(m0)));
-        const uint32x4_t p0h = vreinterpretq_u32_u64(vmull_high_u32(c.val[0], m0));
-        const uint32x4_t p1l = vreinterpretq_u32_u64(
-            vmull_u32(vget_low_u32(c.val[2]), vget_low_u32(m1)));
-        const uint32x4_t p1h = vreinterpretq_u32_u64(vmull_high_u32(c.val[2], m1));
-        c.val[0] = veorq_u32(veorq_u32(vuzp2q_u32(p1l, p1h), c.val[1]), vdupq_n_u32(k0));
-        c.val[2] = veorq_u32(veorq_u32(vuzp2q_u32(p0l, p0h), c.val[3]), vdupq_n_u32(k1));
-        c.val[1] = vuzp1q_u32(p1l, p1h);
-        c.val[3] = vuzp1q_u32(p0l, p0h);
-        k0 += kPhiloxW0;
-        k1 += kPhiloxW1;
-    }
-    vst4q_u32(out, c);
-}
-#else
-static inline void philox_group(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream,
-                                uint32_t first, uint32_t* out) {
-    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    U c0 = counters(first), c1 = splat(row), c2 = splat(tensor), c3 = splat(stream);
-    const U m0 = splat(kPhiloxM0), m1 = splat(kPhiloxM1);
-    for (int r = 0; r < kNoiseRounds; ++r) {
-        const U p0 = times(c0, m0), p1 = times(c2, m1);
-        c0 = high_xor(p1, c1, splat(k0));
-        c2 = high_xor(p0, c3, splat(k1));
-        c1 = p1;
-        c3 = p0;
-        k0 += kPhiloxW0;
-        k1 += kPhiloxW1;
-    }
-    store_blocks(out, c0, c1, c2, c3);
-}
+static inline U splat(uint32_t v) { return vdupq_n_u32(v); }
 #endif
+
+// Counters and round keys of one call, spread over vectors once.
+struct Philox {
+    U row, tensor, stream, k0[kNoiseRounds], k1[kNoiseRounds];
+
+    Philox(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream)
+        : row(splat(row)), tensor(splat(tensor)), stream(splat(stream)) {
+        for (uint32_t r = 0; r < kNoiseRounds; ++r) {
+            k0[r] = splat(static_cast<uint32_t>(key) + r * kPhiloxW0);
+            k1[r] = splat(static_cast<uint32_t>(key >> 32) + r * kPhiloxW1);
+        }
+    }
+
+    // Blocks first .. first + kBlocks - 1.
+    inline void blocks(uint32_t first, uint32_t* out) const {
+        const U m0 = splat(kPhiloxM0), m1 = splat(kPhiloxM1);
+#if defined(EDGEES_ARM_NEON)
+        static const uint32_t iota[4] = {0, 1, 2, 3};
+        uint32x4x4_t c = {{vaddq_u32(splat(first), vld1q_u32(iota)), row, tensor, stream}};
+        for (int r = 0; r < kNoiseRounds; ++r) {
+            const U p0 = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(c.val[0]), vget_low_u32(m0)));
+            const U q0 = vreinterpretq_u32_u64(vmull_high_u32(c.val[0], m0));
+            const U p1 = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(c.val[2]), vget_low_u32(m1)));
+            const U q1 = vreinterpretq_u32_u64(vmull_high_u32(c.val[2], m1));
+            c.val[0] = veorq_u32(veorq_u32(vuzp2q_u32(p1, q1), c.val[1]), k0[r]);
+            c.val[2] = veorq_u32(veorq_u32(vuzp2q_u32(p0, q0), c.val[3]), k1[r]);
+            c.val[1] = vuzp1q_u32(p1, q1);
+            c.val[3] = vuzp1q_u32(p0, q0);
+        }
+        vst4q_u32(out, c);
+#else
+        U c0 = counters(first), c1 = row, c2 = tensor, c3 = stream;
+        for (int r = 0; r < kNoiseRounds; ++r) {
+            const U p0 = times(c0, m0), p1 = times(c2, m1);
+            c0 = high_xor(p1, c1, k0[r]);
+            c2 = high_xor(p0, c3, k1[r]);
+            c1 = p1;
+            c3 = p0;
+        }
+        store_blocks(out, c0, c1, c2, c3);
+#endif
+    }
+};
 
 static void philox(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream, uint32_t first,
                    int64_t n, uint32_t* out) {
+    const Philox p(key, row, tensor, stream);
     int64_t b = 0;
-    for (; b + kBlocks <= n; b += kBlocks) {
-        philox_group(key, row, tensor, stream, first + static_cast<uint32_t>(b), out + 4 * b);
-    }
+    for (; b + kBlocks <= n; b += kBlocks) p.blocks(first + static_cast<uint32_t>(b), out + 4 * b);
     if (b < n) {
         uint32_t rest[4 * kBlocks];
-        philox_group(key, row, tensor, stream, first + static_cast<uint32_t>(b), rest);
+        p.blocks(first + static_cast<uint32_t>(b), rest);
         memcpy(out + 4 * b, rest, static_cast<size_t>(n - b) * 16);
     }
 }

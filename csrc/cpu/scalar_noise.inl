@@ -9,7 +9,8 @@ static void philox(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream,
 }
 
 static void add_signs(float* row, int64_t n, const uint32_t* words, float amp) {
-    for (int64_t j = 0; j < n; ++j) row[j] += sign_bit(words, j) ? -amp : amp;
+    const float by[2] = {amp, -amp};  // a look-up, because a branch would be guessed wrong half the time
+    for (int64_t j = 0; j < n; ++j) row[j] += by[sign_bit(words, j)];
 }
 
 static void add_normals(float* row, int64_t n, const uint32_t* words, float amp) {
@@ -20,16 +21,17 @@ static void add_normals(float* row, int64_t n, const uint32_t* words, float amp)
 
 // L partial sums, element j to sum j % L; folded i with i + L/2, then halved; the rest in order.
 static float sign_dot(const uint32_t* words, const float* x, int64_t n) {
+    const float by[2] = {1, -1};
     float acc[L] = {};
     int64_t j = 0;
     for (; j + L <= n; j += L) {
-        for (int i = 0; i < L; ++i) acc[i] += sign_bit(words, j + i) ? -x[j + i] : x[j + i];
+        for (int i = 0; i < L; ++i) acc[i] += by[sign_bit(words, j + i)] * x[j + i];
     }
     for (int half = L / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) acc[i] += acc[i + half];
     }
     float total = acc[0];
-    for (; j < n; ++j) total += sign_bit(words, j) ? -x[j] : x[j];
+    for (; j < n; ++j) total += by[sign_bit(words, j)] * x[j];
     return total;
 }
 
