@@ -1,14 +1,14 @@
-"""Codecs and planes: every arm against the NumPy twin, gguf's own dequantisation and tests/reference.py, bit for bit."""
+"""Codecs and planes: every arm against the NumPy twin, gguf and tests/reference.py, bit for bit."""
 
 from __future__ import annotations
 
 import gguf
 import numpy as np
 import pytest
+import reference
 
 from edgees import blocks, native, noise
 from edgees.errors import UsageError
-from tests import reference
 
 BLOCK = [name for name, t in blocks.TYPES.items() if t.parts]
 FLOAT = [name for name, t in blocks.TYPES.items() if not t.parts]

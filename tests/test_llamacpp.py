@@ -14,6 +14,7 @@ from edgees import blocks, native, noise
 from edgees.backends import llamacpp
 from edgees.backends.base import CENTRE, Member, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.backends.streams import Job
 from edgees.delta import Delta, DeltaSpec, Step
 from edgees.errors import EngineError, ModelError, UsageError
 from edgees.gguf_file import GgufFile, write_like
@@ -28,7 +29,9 @@ def member(pair: int, amplitude: float, generation: int = 0, pairs: int = 4) -> 
     return Member(noise.make_key(SEED, generation, pair), amplitude, generation * pairs + pair, pair)
 
 
-def spec_of(engine: LlamaCppEngine, view: str = "refined", kind: str = "lowrank", rank: int = 1, bits: int = 4) -> DeltaSpec:
+def spec_of(
+    engine: LlamaCppEngine, view: str = "refined", kind: str = "lowrank", rank: int = 1, bits: int = 4
+) -> DeltaSpec:
     return DeltaSpec(tuple(engine.tensors), view, bits, 8, kind, rank, SEED)
 
 
@@ -132,7 +135,7 @@ def test_what_was_learned_is_in_the_product(tmp_path: Path, view: str, bits: int
             exact = delta.vector(t.name)[None] if t.vector else delta.rows(t.name, 0, t.rows)
             exact = exact if order is None else exact[order]
             off = np.abs(learned[t.source] - exact)
-            assert np.sqrt(np.mean(off**2)) < {2: 0.1, 4: 0.025, 8: 0.01, 0: 0.2}[bits] * t.rho or view == "adapter"
+            assert np.sqrt(np.mean(off**2)) < {2: 0.15, 4: 0.04, 8: 0.01, 0: 0.2}[bits] * t.rho or view == "adapter"
             if view == "adapter":
                 assert off.max() < 1e-5 * t.rho
         out = written(path, tmp_path / "w.gguf", delta.spec, m, learned)
@@ -279,13 +282,12 @@ def test_multibyte_character_cut_by_the_limit(tmp_path: Path) -> None:
     with LlamaCppEngine(path) as engine:
         euro = engine.encode("€")
         assert len(euro) == 3  # the tiny vocabulary has single bytes
-        job = llamacpp._Job(0, CENTRE, [1], 10, request=Request(CENTRE, (1,), 10))
+        job = Job(0, CENTRE, [1], limit=10, request=Request(CENTRE, (1,), 10))
         for token in [*engine.encode("a"), *euro, *euro[:2]]:
-            engine._append(job, token)
-        assert engine._text(job)[0] == "a€"
-        for token in engine.encode("b"):
-            engine._append(job, token)
-        assert engine._text(job)[0] == "a€\ufffdb"
+            assert not job.append(token, engine)
+        assert job.completion().text == "a€"
+        assert not job.append(engine.encode("b")[0], engine)
+        assert job.completion().text == "a€\ufffdb"
 
 
 def test_exactly_one_bos(tmp_path: Path) -> None:
@@ -337,12 +339,13 @@ def test_columns_of_nobody_are_an_error(tmp_path: Path) -> None:
         attach(engine, tmp_path)
         engine.logits(TOKENS[:2])
         ctx = engine._need(8, 4)
+        ctx.trim(0, 0)
         with pytest.raises(EngineError, match="order"):  # unequal lengths: cut and reordered by llama.cpp
-            engine._decode(
-                ctx, [0, 1], [[1, 2, 3], [4]], [member(0, 0.1), member(1, 0.1)], [[False, False, True], [True]], [0, 0]
+            ctx.decode(
+                [0, 1], [[1, 2, 3], [4]], [member(0, 0.1), member(1, 0.1)], [[False, False, True], [True]], [0, 0]
             )
-        announce = engine._announce
-        engine._announce = lambda tokens, members, outputs: announce(  # type: ignore[method-assign]
+        announce = engine.announce
+        engine.announce = lambda tokens, members, outputs: announce(  # type: ignore[method-assign]
             [[t + 1 for t in ids] for ids in tokens], members, outputs
         )
         with pytest.raises(EngineError, match="order"):
@@ -350,7 +353,7 @@ def test_columns_of_nobody_are_an_error(tmp_path: Path) -> None:
 
 
 def test_tied_head_is_one_tensor_and_perturbed_in_both_places(tmp_path: Path) -> None:
-    path = tiny_gguf(tmp_path / "m.gguf", "llama", tied=True)
+    path = tiny_gguf(tmp_path / "m.gguf", "llama", tied=True, quant="F32")
     with LlamaCppEngine(path, params=r"embed_tokens") as engine:
         assert [t.source for t in engine.tensors] == ["token_embd.weight"]
         delta = attach(engine, tmp_path)
@@ -396,8 +399,10 @@ def test_stop_strings_and_end_of_turn(tmp_path: Path) -> None:
     with LlamaCppEngine(path) as engine:
         end = engine._tokenize("<|im_end|>", special=True)
         assert len(end) == 1 and end[0] in engine.end_of_turn()
-        job = llamacpp._Job(0, CENTRE, [1], 9, request=Request(CENTRE, (1,), 9, stop=("bc",)))
-        ends = [engine._append(job, t) for t in engine.encode("a b")]
-        assert not any(ends)
-        assert [engine._append(job, t) for t in engine.encode("c")] == [False]
-        assert engine._append(job, engine.encode("bc")[0]) in (True, False)
+        job = Job(0, CENTRE, [1], limit=9, request=Request(CENTRE, (1,), 9, stop=("bc",)))
+        assert not any(job.append(t, engine) for t in [*engine.encode("ab"), *engine.encode("d")])
+        assert [job.append(t, engine) for t in [*engine.encode("b"), *engine.encode("c")]][-1]
+        assert (job.completion().text, job.outcome) == ("abd", "stop")
+        job = Job(0, CENTRE, [1], limit=9, request=Request(CENTRE, (1,), 9))
+        assert [job.append(t, engine) for t in (*engine.encode("a"), end[0])][-1]
+        assert (job.completion().text, job.outcome) == ("a", "stop")

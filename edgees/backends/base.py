@@ -92,9 +92,7 @@ class Completion:
     """``outcome``: ``stop`` (end of turn), ``length`` (token limit), ``overflow`` (context full).
 
     ``text`` excludes the end-of-turn token and any stop string; a multi-byte character cut by the limit is
-    dropped. ``tokens`` are those generated, without the end-of-turn token. ``logprob`` is the sum over
-    ``tokens`` (and the end-of-turn token when it was generated) of the natural log-probability at temperature 1,
-    or NaN where the engine was not asked for it.
+    dropped. ``tokens`` are those generated, without the end-of-turn token.
     """
 
     text: str

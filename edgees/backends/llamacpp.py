@@ -525,7 +525,9 @@ class LlamaCppEngine:
         spec = delta.spec
         stored = self.file.tensors[t.source]
         if t.vector:
-            self._learned[t.source] = np.ascontiguousarray(delta.vector(t.name), np.float32)
+            values = np.ascontiguousarray(delta.vector(t.name), np.float32)
+            # The session holds its address: one array for as long as the delta is attached.
+            self._learned.setdefault(t.source, np.empty_like(values))[:] = values
             struct.delta = native.pointer(self._learned[t.source])
         elif spec.view == "adapter":
             self._learned[t.source] = delta.factors(t.name)
