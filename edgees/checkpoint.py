@@ -297,13 +297,15 @@ def generation_record(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def evaluation_record(entry: Mapping[str, Any], best: bool) -> dict[str, Any]:
     """The same for a held-out evaluation: ``generation`` counts the updates made before it, 0 is the base."""
-    keys = ("loglik", "rows", "distinct", "majority", "length", "truncated", "overflow")
+    keys = ("rows", "distinct", "majority", "length", "truncated", "overflow")
     return {
         "generation": entry["eval"],
         "heldout": entry["mean"],
         "heldout_se": entry["se"],
         "best": best,
         **{f"heldout_{key}": entry[key] for key in keys if key in entry},
+        **{f"heldout_{name}": value for name, value in entry.get("metrics", {}).items()},
+        "heldout_excluded": len(entry.get("excluded", [])),
         "heldout_seconds": entry.get("seconds"),
     }
 

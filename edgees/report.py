@@ -34,8 +34,9 @@ COLUMNS = (
     "heldout",
     "heldout_se",
     "best",
+    "heldout_distinct",
+    "heldout_majority",
     "loglik",
-    "heldout_loglik",
     "sigma",
     "lr",
     "shrink",
@@ -53,7 +54,8 @@ COLUMNS = (
 members of the training reward; ``reward_std``, ``reward_max``: its standard deviation over members, the best of them;
 ``heldout``, ``heldout_se``: mean and standard error over held-out rows of what has been learned after that generation
 (generation 0 is the base), where it was evaluated; ``best``: 1 where that was the best so far; ``distinct``,
-``majority``: different answers, and the share of the commonest one; ``excluded``: rewards that could not be used;
+``majority``: different answers, and the share of the commonest one, among training or held-out answers; ``loglik``:
+weight of the likelihood in the training reward; ``excluded``: rewards that could not be used;
 ``seconds``: wall time."""
 
 Record = Mapping[str, Any]
@@ -153,6 +155,7 @@ class _Figures:
         parts = []
         if self.record:
             parts.append(f"reward {number(self.record.get('reward'))}")
+        parts += variety(self.record)
         if self.heldout:
             text = f"held-out {number(self.heldout.get('heldout'))}"
             if self.best and self.best is not self.heldout:
@@ -190,6 +193,7 @@ class PlainObserver(Silent):
             parts.append(f"shrink {record['shrink']:.2f}")
         if record.get("excluded"):
             parts.append(f"{record['excluded']} rewards excluded")
+        parts += variety(record)
         parts += self.figures.facts()[-2:] if record.get("tokens_per_second") else []
         parts.append(f"{duration(record.get('seconds'))}")
         left = self.figures.left()
@@ -283,6 +287,15 @@ class TerminalObserver:
         text = self.figures.of_total() + (f" {duration(left)} left" if left is not None else "")
         total, done = self.figures.total, self.figures.done
         self.bars.update(self.generations, completed=done, total=total, text=text)
+
+
+def variety(record: Record) -> list[str]:
+    """How many different answers there were, and how common the commonest was where that is a trap's sign."""
+    if record.get("distinct") is None:
+        return []
+    text = f"{record['distinct']} different answers"
+    share = record.get("majority") or 0.0
+    return [f"{text} ({share:.0%} the same)" if share >= 0.5 else text]
 
 
 def introduction(info: Record) -> list[str]:
@@ -452,8 +465,16 @@ def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Rec
         lines += ["![held-out score and training reward per generation](plots/reward.png)", ""]
     evaluated = [row for row in rows if row.get("heldout") is not None]
     if evaluated:
-        lines += ["| after generation | held-out score | s.e. |", "|---|---|---|"]
-        lines += [f"| {r['generation']} | {number(r['heldout'])} | {number(r.get('heldout_se'))} |" for r in evaluated]
+        lines += [
+            "| after generation | held-out score | s.e. | different answers | the commonest |",
+            "|---|---|---|---|---|",
+        ]
+        for r in evaluated:
+            share = "-" if r.get("heldout_majority") is None else f"{r['heldout_majority']:.0%}"
+            lines.append(
+                f"| {r['generation']} | {number(r['heldout'])} | {number(r.get('heldout_se'))} "
+                f"| {r.get('heldout_distinct') or '-'} | {share} |"
+            )
         lines.append("")
     lines += [
         "## Next",

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -209,6 +209,8 @@ class _Setup:
     task: Task
     scorer: Scorer
     engine: Engine
+    release: Callable[[], None]
+    """Closes the engine if it was made here."""
 
     def header(self, spec: DeltaSpec) -> dict[str, Any]:
         """First line of the journal."""
@@ -261,9 +263,10 @@ def _open(
     scorer = scorer or stack.enter_context(open_scorer(config, task))
     scorer.dry_run(task.train)
     native.threads(config.threads)
+    models = stack.enter_context(ExitStack())
     if engine is None:
         engine = open_engine(config)
-        stack.callback(engine.close)
+        models.callback(engine.close)
     if begun is not None:
         _require_same_base(begun, engine.base_hash, config.model)
         if spec_of(config, engine) != begun.spec:
@@ -271,7 +274,7 @@ def _open(
                 f"the engine sees other tensors than {begun.path.parent} began with",
                 "use the edgees version that began it",
             )
-    return _Setup(config, task, scorer, engine)
+    return _Setup(config, task, scorer, engine, models.close)
 
 
 def open_task(config: Config) -> Task:
@@ -431,25 +434,24 @@ class _Run:
 
     def carry_on(self) -> RunResult:
         """Run the loop to its end; whatever ends it, what can be read of the run is brought up to date."""
-        self.engine.attach(self.delta)
-        self.observer.on_start(self.info())
-        for text in (*self.task.warnings, *_frozen(self.engine)):
-            self.observer.on_message(text)
-        try:
-            with _stop_on_signal(self.stop):
+        with _stop_on_signal(self.stop):
+            self.engine.attach(self.delta)
+            self.observer.on_start(self.info())
+            for text in (*self.task.warnings, *_frozen(self.engine)):
+                self.observer.on_message(text)
+            try:
                 self.foretell()
                 self.loop()
-            if not self.task.heldout:
-                self.folder.save_best(self.delta, {"generation": self.history.generation, "heldout": None})
-        except KeyboardInterrupt as error:
-            raise self.advised(Interrupted("interrupted")) from error
-        except EdgeesError as error:
-            self.advised(error)
-            raise
-        finally:
-            if self.stop.asked < 2:
-                self.write_report()
-        result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
+                if not self.task.heldout:
+                    self.folder.save_best(self.delta, {"generation": self.history.generation, "heldout": None})
+            except KeyboardInterrupt as error:
+                raise self.advised(Interrupted("interrupted")) from error
+            except EdgeesError as error:
+                self.advised(error)
+                raise
+            finally:
+                result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
+                self.write_report(result)
         self.observer.on_end(result.to_dict())
         return result
 
@@ -663,16 +665,16 @@ class _Run:
             "tensors": len(spec.tensors), "elapsed": self.history.seconds(),
         }  # fmt: skip
 
-    def write_report(self) -> None:
+    def write_report(self, result: RunResult) -> None:
         """metrics.csv, plot and page. A run that ends by an error must end by that error, not by one from here."""
         failed = sys.exc_info()[0] is not None
         try:
-            if (self.folder.path / "metrics.jsonl").exists():
-                result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
+            self.setup.release()  # what plots is not to come on top of the model
+            if self.stop.asked < 2 and (self.folder.path / "metrics.jsonl").exists():
                 _, notes = report.write(self.folder.path, self.config.public(), result.to_dict())
                 for note in notes if not failed else []:
                     self.observer.on_message(note)
-        except (EdgeesError, OSError):
+        except (EdgeesError, OSError, KeyboardInterrupt):
             if not failed:
                 raise
 
