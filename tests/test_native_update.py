@@ -1,4 +1,4 @@
-"""The exact update, natively, against tests/reference.py: the same bits on every arm, whatever the threads and pieces."""
+"""The exact update, natively, against tests/reference.py: the same bits on every arm, whatever the threads."""
 
 from __future__ import annotations
 
