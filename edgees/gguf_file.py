@@ -7,6 +7,8 @@ every count and offset must be checked against the file's real size before it is
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import itertools
 import mmap
@@ -508,10 +510,8 @@ class atomic_file:
                 return
         except OSError as later:
             error = later
-        try:
+        with contextlib.suppress(OSError):  # where the buffer cannot be flushed either, the file goes anyway
             self._out.close()
-        except OSError:
-            pass  # the buffer could not be flushed either: the file goes anyway
         Path(self._temp).unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise _cannot_write(self.target, error) from error
@@ -528,6 +528,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _cannot_write(target: Path, error: OSError) -> EdgeesError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return WillNotFit(
+            f"{target} does not fit: {error.strerror}",
+            "free some space or choose another --out; nothing was left behind, and a file already there is unchanged",
+        )
     return ExportError(
         f"cannot write {target}: {error.strerror or error}",
         "check that the folder exists, is writable and has space; a file already there is unchanged",

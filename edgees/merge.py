@@ -6,9 +6,8 @@ writers here are shared by export (which names and checks files) and evaluate (w
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,26 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from edgees import blocks, config, hf_layout, model_path, native, noise
+from edgees import blocks, config, model_path, native, noise
 from edgees.backends.base import TensorInfo
+from edgees.backends.llamacpp import quantize
 from edgees.delta import Delta
-from edgees.errors import ExportError, RunError
-from edgees.gguf_file import FILE_TYPES, GgufFile, GgufTensor, Producer, type_sizes, write_like
+from edgees.errors import ExportError, ModelError, RunError
+from edgees.gguf_file import FILE_TYPES, GgufFile, GgufTensor, Producer, require_space, type_sizes, write_like
+from edgees.history import History
 
 FLOATS = ("F32", "F16", "BF16")
 AFFINE = {"Q4_0": (15, False), "Q4_1": (15, True), "Q5_0": (31, False), "Q5_1": (31, True)}
 """Types that are rounded here with a search for the best scale: highest code, and whether there is an offset."""
 K_MIXES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
 """Types that llama.cpp's own quantiser writes."""
-TYPES = (*FLOATS, "Q8_0", *AFFINE, *K_MIXES, "same")
-EXACT = frozenset({*FLOATS, "Q8_0"})
+SAME = "same"
+"""Every tensor in the base's own type: of a ``lattice`` run exactly what was scored."""
+TYPES = (*FLOATS, "Q8_0", *AFFINE, *K_MIXES, SAME)
+EXACT = frozenset({*FLOATS, "Q8_0", SAME})
 """Types that hold what was scored (to within their own rounding)."""
 
 _PIECE = 1 << 22  # weights per piece
-
-Quantize = Callable[[Path, Path, str], None]
-"""``(source GGUF, target GGUF, type name)``: llama.cpp's quantiser, :func:`edgees.backends.llamacpp.quantize`."""
 
 
 @dataclass
@@ -46,7 +46,6 @@ class Run:
     base: GgufFile
     delta: Delta
     settings: config.Config
-    header: dict[str, Any]
     weights: str
     """``best`` (by held-out reward) or ``last``: which of the two this is."""
 
@@ -67,20 +66,14 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     Errors: RunError for a folder that is no run or a base that is not the one tuned; ModelError for a bad base.
     """
     folder = Path(run_dir)
-    if weights not in ("best", "last"):
-        raise RunError(f"weights are 'best' or 'last', not {weights!r}")
-    resolved, history = folder / "config.resolved.toml", folder / "history.jsonl"
-    if not resolved.is_file() or not history.is_file():
-        raise RunError(f"{folder} is no run folder: {resolved.name} or {history.name} is missing")
+    history = History.open(folder / "history.jsonl", repair=False)
+    resolved = folder / "config.resolved.toml"
+    if not resolved.is_file():
+        raise RunError(f"{folder} is no run folder: {resolved.name} is missing")
     settings = config.load(resolved)
-    with history.open(encoding="utf-8") as lines:
-        try:
-            header = json.loads(lines.readline())
-            wanted = str(header["base"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{history}:1: no header of a run ({error})") from error
     base = GgufFile(model_path.resolve(settings.model))
     try:
+        wanted = str(history.header["base"])
         if base.sha256() != wanted:
             raise RunError(
                 f"{base.path} is not the model that {folder} tuned: it has {base.sha256()}, the run had {wanted}",
@@ -92,14 +85,14 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     except BaseException:
         base.close()
         raise
-    return Run(folder, base, delta, settings, header, chosen)
+    return Run(folder, base, delta, settings, chosen)
 
 
 class Effective:
-    """Weights as they were scored, tensor by tensor, in file order.
+    """Weights as they were scored, tensor by tensor, in file order, all float32.
 
     refined: decode(base) + step * code; adapter: decode(base) + A B^T; lattice: the moved codes, decoded;
-    vectors: base + delta; tensors without a delta: the base. All float32.
+    vectors: base + delta; tensors without a delta: the base. Bit for bit what the engine multiplies with.
     """
 
     def __init__(self, base: GgufFile, delta: Delta) -> None:
@@ -115,12 +108,17 @@ class Effective:
         self._dither = noise.make_key(delta.spec.seed, noise.POOL_GENERATION, 1)
 
     def base_rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
-        """float32 [n, cols]: the base alone, file order."""
+        """float32 [n, cols]: the base alone, file order. ExportError naming a tensor whose type cannot be decoded."""
         t = self.base.tensors[name]
         n = t.shape[0] - row0 if n is None else n
-        if t.type_name not in blocks.TYPES:
-            raise ExportError(f"{self.base.path}: tensor {name!r}: type {t.type_name} has no codec here")
-        return blocks.decode(t.type_name, self.base.raw(name, row0, n), n, t.shape[1])
+        raw = self.base.raw(name, row0, n)
+        if t.type_name in blocks.TYPES:
+            return blocks.decode(t.type_name, raw, n, t.shape[1])
+        try:
+            found = gguf.quants.dequantize(np.asarray(raw).reshape(n, -1), GGMLQuantizationType[t.type_name])
+        except NotImplementedError:
+            raise ExportError(f"{self.base.path}: tensor {name!r}: type {t.type_name} cannot be decoded") from None
+        return np.ascontiguousarray(found, np.float32).reshape(n, t.shape[1])
 
     def delta_rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         """float32 [n, cols]: the exact delta, file order."""
@@ -132,7 +130,9 @@ class Effective:
         # a head's rows are permuted among themselves: fetch the heads that the rows belong to
         hd = info.rows // info.heads
         first, last = row0 // hd * hd, -(-(row0 + n) // hd) * hd
-        return self.delta.rows(info.name, first, last - first)[order[row0 : row0 + n] - first]
+        return np.ascontiguousarray(
+            self.delta.rows(info.name, first, last - first)[order[row0 : row0 + n] - np.int32(first)]
+        )
 
     def rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         """float32 [n, cols]: what the engine multiplied with, file order."""
@@ -142,105 +142,76 @@ class Effective:
         if info is None:
             return self.base_rows(name, row0, n)
         if info.vector:
-            return self.base_rows(name, row0, n) + self.delta.vector(info.name)[None, :]
+            return np.asarray(self.base_rows(name) + self.delta.vector(info.name)[None, :])
         if self.delta.spec.view == "adapter":
-            return self.base_rows(name, row0, n) + self.delta_rows(name, row0, n)
-        if self.delta.spec.view == "lattice" and t.type_name not in FLOATS:
+            return np.asarray(self.base_rows(name, row0, n) + self.delta_rows(name, row0, n))
+        if self.on_lattice(name):
             return blocks.decode(t.type_name, self.lattice(name, row0, n), n, t.shape[1])
         return self._refined(t, info, row0, n)
 
-    def lattice(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
-        """uint8: the base's blocks with their codes moved (view ``lattice``), file order."""
-        t, info = self.base.tensors[name], self.infos[name]
-        n = t.shape[0] - row0 if n is None else n
-        delta = np.ascontiguousarray(self.delta_rows(name, row0, n))
-        return self._move(t, info, row0, n, delta)
+    def on_lattice(self, name: str) -> bool:
+        """Whether a tensor was tuned by moving its codes, so that its bytes in the base's type are what was scored."""
+        info = self.infos.get(name)
+        moved = info is not None and not info.vector and self.delta.spec.view == "lattice"
+        return moved and not blocks.is_float(self.base.tensors[name].type_name)
 
-    def _move(self, t: GgufTensor, info: TensorInfo, row0: int, n: int, delta: np.ndarray) -> np.ndarray:
+    def lattice(self, name: str, row0: int, n: int) -> np.ndarray:
+        """uint8: the base's blocks with their codes moved (:meth:`on_lattice` tensors), file order."""
+        t, info = self.base.tensors[name], self.infos[name]
         raw = np.ascontiguousarray(self.base.raw(t.name, row0, n))
-        out = np.empty_like(raw)
-        order = self._order(info, row0, n)
-        native.check(
-            native.lib().edgees_lattice_encode(
-                int(GGMLQuantizationType[t.type_name]), native.pointer(raw), n, t.shape[1], native.pointer(delta),
-                native.pointer(order), self._dither, info.id, native.pointer(out),
-            ),
-            f"moving the codes of {t.name}",
+        delta, order, out = self.delta_rows(name, row0, n), _order(info, row0, n), np.empty_like(raw)
+        code = native.lib().edgees_lattice_encode(
+            blocks.TYPES[t.type_name].id, native.pointer(raw), n, t.shape[1], native.pointer(delta),
+            native.pointer(order), self._dither, info.id, native.pointer(out),
         )  # fmt: skip
+        native.check(code, f"moving the codes of {t.name}")
         return out
-
-    def nearest(self, name: str, row0: int, n: int) -> np.ndarray:
-        """uint8: the base's blocks with each code moved to the one nearest the effective weight; scales stay.
-
-        The dithered encoder does the packing: it takes floor(x + u), so it is handed x = nearest + 1/2 - u.
-        """
-        t, info = self.base.tensors[name], self.infos[name]
-        cols = t.shape[1]
-        start = self.base_rows(name, row0, n)
-        cell = np.repeat(blocks.cells(t.type_name, self.base.raw(name, row0, n), n, cols), _group(t.type_name), axis=1)
-        safe = np.where(cell == 0, np.float32(1), cell)
-        steps = np.rint((self.rows(name, row0, n) - start) / safe)
-        order = self._order(info, row0, n)
-        u = np.stack([noise.dither(self.delta.spec.seed, info.id, 1, cols, int(r))[0] for r in order])
-        return self._move(t, info, row0, n, np.ascontiguousarray((steps + np.float32(0.5) - u) * cell, np.float32))
-
-    def _order(self, info: TensorInfo, row0: int, n: int) -> np.ndarray:
-        order = info.source_to_canonical()
-        if order is None:
-            return np.arange(row0, row0 + n, dtype=np.int32)
-        return np.ascontiguousarray(order[row0 : row0 + n])
 
     def _refined(self, t: GgufTensor, info: TensorInfo, row0: int, n: int) -> np.ndarray:
-        bits = self.delta.spec.bits if self.delta.spec.view == "refined" else 8
-        kind, cols, cell_rho = int(GGMLQuantizationType[t.type_name]), t.shape[1], np.float32(info.rho / 4)
-        span = self._span(t, info, float(cell_rho))
+        bits, kind, cols = self.delta.spec.bits or 8, blocks.TYPES[t.type_name].id, t.shape[1]
+        cell_rho, span, lib = float(np.float32(info.rho / 4)), self._span(t, info), native.lib()
         raw = np.ascontiguousarray(self.base.raw(t.name, row0, n))
-        delta = np.ascontiguousarray(self.delta_rows(t.name, row0, n))
-        order = self._order(info, row0, n)
-        lib = native.lib()
+        delta, order = self.delta_rows(t.name, row0, n), _order(info, row0, n)
         plane = np.zeros(n * int(lib.edgees_plane_row_bytes(bits, cols)), np.uint8)
-        native.check(
-            lib.edgees_plane_encode(
-                kind, native.pointer(raw), n, cols, native.pointer(delta), native.pointer(order), self._dither,
-                info.id, bits, span, cell_rho, native.pointer(plane),
-            ),
-            f"residual plane of {t.name}",
+        code = lib.edgees_plane_encode(
+            kind, native.pointer(raw), n, cols, native.pointer(delta), native.pointer(order), self._dither, info.id,
+            bits, span, cell_rho, native.pointer(plane),
         )  # fmt: skip
+        native.check(code, f"residual plane of {t.name}")
         out = np.empty((n, cols), np.float32)
-        native.check(
-            lib.edgees_effective(
-                kind, native.pointer(raw), n, cols, bits, native.pointer(plane), span, cell_rho, native.pointer(out)
-            ),
-            f"effective weights of {t.name}",
+        code = lib.edgees_effective(
+            kind, native.pointer(raw), n, cols, bits, native.pointer(plane), span, cell_rho, native.pointer(out)
         )
+        native.check(code, f"effective weights of {t.name}")
         return out
 
-    def _span(self, t: GgufTensor, info: TensorInfo, cell_rho: float) -> int:
+    def _span(self, t: GgufTensor, info: TensorInfo) -> int:
         """The tensor's span exponent: the smallest that at most 0.1 % of its deltas go beyond."""
         if t.name not in self._spans:
             counts = np.zeros(9, np.int64)
             for row0, n in pieces(t):
-                raw = np.ascontiguousarray(self.base.raw(t.name, row0, n))
-                delta = np.ascontiguousarray(self.delta_rows(t.name, row0, n))
-                native.check(
-                    native.lib().edgees_plane_count(
-                        int(GGMLQuantizationType[t.type_name]), native.pointer(raw), n, t.shape[1],
-                        native.pointer(delta), cell_rho, native.pointer(counts),
-                    ),
-                    f"span of {t.name}",
+                raw, delta = np.ascontiguousarray(self.base.raw(t.name, row0, n)), self.delta_rows(t.name, row0, n)
+                code = native.lib().edgees_plane_count(
+                    blocks.TYPES[t.type_name].id, native.pointer(raw), n, t.shape[1], native.pointer(delta),
+                    float(np.float32(info.rho / 4)), native.pointer(counts),
                 )  # fmt: skip
-            fits = np.flatnonzero(counts * 1000 <= info.rows * info.cols)
+                native.check(code, f"span of {t.name}")
+            fits = np.flatnonzero(counts <= info.size // 1000)
             self._spans[t.name] = int(fits[0]) if len(fits) else 8
         return self._spans[t.name]
 
 
-def _group(type_name: str) -> int:
-    return int(native.lib().edgees_cell_group(int(GGMLQuantizationType[type_name])))
+def _order(info: TensorInfo, row0: int, n: int) -> np.ndarray:
+    """int32 [n]: canonical row of each file row from ``row0``."""
+    order = info.source_to_canonical()
+    if order is None:
+        return np.arange(row0, row0 + n, dtype=np.int32)
+    return np.ascontiguousarray(order[row0 : row0 + n])
 
 
-def pieces(t: GgufTensor, weights: int = _PIECE) -> Iterator[tuple[int, int]]:
-    """(first row, rows) in pieces of about ``weights`` weights."""
-    per = max(1, weights // t.shape[1])
+def pieces(t: GgufTensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """(first row, rows) in pieces of about four million weights, each but the last a multiple of ``multiple`` rows."""
+    per = max(1, _PIECE // t.shape[1] // multiple) * multiple
     for row0 in range(0, t.shape[0], per):
         yield row0, min(per, t.shape[0] - row0)
 
@@ -248,13 +219,11 @@ def pieces(t: GgufTensor, weights: int = _PIECE) -> Iterator[tuple[int, int]]:
 # ---- rounding
 def to_float(x: np.ndarray, type_name: str, name: str) -> np.ndarray:
     """float32 -> uint8 bytes of F32, F16 or BF16. ExportError naming the tensor where F16 would overflow (case 7)."""
-    x = np.ascontiguousarray(x, np.float32)
-    if not np.isfinite(x).all():
-        raise ExportError(f"tensor {name!r} has a weight that is NaN or infinite")
+    x = finite(x, name)
     if type_name == "F32":
-        return x.view(np.uint8).reshape(-1)
+        return x.reshape(-1).view(np.uint8)
     if type_name == "BF16":
-        return bf16(x).view(np.uint8).reshape(-1)
+        return bf16(x).reshape(-1).view(np.uint8)
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
     if np.isinf(half).any():
@@ -262,109 +231,157 @@ def to_float(x: np.ndarray, type_name: str, name: str) -> np.ndarray:
         raise ExportError(
             f"tensor {name!r} has a weight of {worst:g}, beyond what F16 can hold (65504)", "use --type BF16 or F32"
         )
-    return half.view(np.uint8).reshape(-1)
+    return half.reshape(-1).view(np.uint8)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
     """float32 -> uint16 of bfloat16, rounded to nearest, ties to even. Finite input only."""
     u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((u + (np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+    rounded = (u + (np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    return np.asarray(rounded, np.uint16)
+
+
+def finite(x: np.ndarray, name: str) -> np.ndarray:
+    """``x`` as contiguous float32; ExportError naming the tensor for a NaN or an infinity (case 8)."""
+    x = np.ascontiguousarray(x, np.float32)
+    if not np.isfinite(x).all():
+        raise ExportError(f"tensor {name!r} has a weight that is NaN or infinite")
+    return x
 
 
 def q8_0(x: np.ndarray) -> np.ndarray:
     """float32 [rows, cols] -> uint8 bytes of Q8_0."""
-    return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), GGMLQuantizationType.Q8_0).reshape(-1)
+    return np.asarray(gguf.quants.quantize(np.ascontiguousarray(x, np.float32), GGMLQuantizationType.Q8_0)).reshape(-1)
 
 
 _SHRINK = (1.0, 0.94, 0.88, 0.8)
+LARGEST_MOMENT = 8192
+"""Columns up to which errors are fed back: the second moments of an input take 4 * columns^2 bytes."""
 
 
 def round_affine(
-    x: np.ndarray, type_name: str, importance: np.ndarray | None = None, start: np.ndarray | None = None
+    x: np.ndarray, type_name: str, moment: np.ndarray | None = None, start: np.ndarray | None = None
 ) -> np.ndarray:
     """float32 [rows, cols] -> uint8 bytes of Q4_0, Q4_1, Q5_0 or Q5_1 with the least squared error found.
 
-    Each block of 32 tries several ranges; every try is refitted once by least squares and rounded again, and the one
-    with the smallest error *as stored* (half-precision scale and offset) stays. ``importance`` float32 [cols]: second
-    moments of the layer's input, which weigh the errors. ``start``: the base's blocks of the same type (uint8); their
-    scales are one of the tries, so that unmoved weights come back exactly.
+    Each block of 32 tries several ranges (see :func:`_fit`). ``moment``: float32 [cols, cols], second moments of the
+    layer's input (mean of x x^T); the error of each column is then passed on to those behind it so that the layer's
+    *output* stays (Frantar et al., GPTQ). ``start``: the base's blocks of the same type (uint8); their scales are one
+    of the tries, so that unmoved weights come back exactly.
+    ExportError for a weight beyond half precision.
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    rows, cols = x.shape
+    old = None if start is None else np.ascontiguousarray(start).reshape(rows, cols // 32, -1)
+    if moment is None or cols > LARGEST_MOMENT:
+        d, m, q = _fit(
+            x.reshape(-1, 32),
+            type_name,
+            np.ones(32, np.float32),
+            None if old is None else old.reshape(rows * cols // 32, -1),
+        )
+        return _pack(type_name, d, m, q).reshape(-1)
+    # Upper Cholesky factor of the inverse: its row c says how the error of column c is made good behind it.
+    h = moment.astype(np.float64)
+    h[np.diag_indices(cols)] += 0.01 * float(np.trace(h)) / cols + 1e-12
+    passing = np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
+    importance = np.maximum(np.diag(moment), 0).astype(np.float32)
+    importance = importance / max(float(importance.mean()), 1e-30) + np.float32(1e-3)
+    w = x.copy()
+    out = np.empty((rows, cols // 32, type_sizes(type_name)[1]), np.uint8)
+    for block in range(cols // 32):
+        here = slice(32 * block, 32 * block + 32)
+        d, m, _ = _fit(w[:, here], type_name, importance[here], None if old is None else old[:, block])
+        q, errors = np.empty((rows, 32), np.uint8), np.empty((rows, 32), np.float32)
+        for j in range(32):
+            c = 32 * block + j
+            code, value = _nearest(w[:, c : c + 1], d, m, type_name)
+            q[:, j] = code[:, 0]
+            errors[:, j] = (w[:, c] - value[:, 0]) / passing[c, c]
+            w[:, c + 1 : here.stop] -= errors[:, j : j + 1] * passing[c, c + 1 : here.stop]
+        w[:, here.stop :] -= errors @ passing[here, here.stop :]
+        out[:, block] = _pack(type_name, d, m, q)
+    return out.reshape(-1)
+
+
+def _fit(
+    b: np.ndarray, type_name: str, weight: np.ndarray, old: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float32 [n, 32] -> scale, offset float16 [n, 1], codes uint8 [n, 32].
+
+    Several ranges are tried; each is refitted once by least squares, and the try with the smallest error *as stored*
+    (half-precision scale and offset) stays. weight: float32 [32]. old: uint8 [n, bytes], blocks to try first.
     """
     top, offset = AFFINE[type_name]
-    b = np.ascontiguousarray(x, np.float32).reshape(-1, 32)
-    weight = np.ones((1, 32), np.float32)
-    if importance is not None:
-        w = np.maximum(np.asarray(importance, np.float32), 0)
-        w = w / max(float(w.mean()), 1e-30) + np.float32(1e-3)
-        weight = np.tile(w.reshape(-1, 32), (x.size // len(w), 1))
     half = (top + 1) // 2
     tries: list[tuple[np.ndarray, np.ndarray]] = []
-    if start is not None:
-        old = start.reshape(len(b), -1)
+    if old is not None:
         d = np.ascontiguousarray(old[:, :2]).view("<f2").astype(np.float32)
-        m = np.ascontiguousarray(old[:, 2:4]).view("<f2").astype(np.float32) if offset else -half * d
-        tries.append((d, m))
+        tries.append((d, np.ascontiguousarray(old[:, 2:4]).view("<f2").astype(np.float32) if offset else -half * d))
     if offset:
         low, high = b.min(1, keepdims=True), b.max(1, keepdims=True)
-        middle = (low + high) / 2
         for s in _SHRINK:
             span = (high - low) * np.float32(s)
-            tries.append((span / top, middle - span / 2))
+            tries.append((span / top, (low + high - span) / 2))
     else:
         peak = np.take_along_axis(b, np.abs(b).argmax(1)[:, None], 1)
-        for s in _SHRINK:
-            for d in (peak * np.float32(s) / -half, peak * np.float32(s) / (half - 1)):
-                tries.append((d, -half * d))
-    best_error = np.full((len(b), 1), np.inf, np.float32)
+        tries += [
+            (d, -half * d) for s in _SHRINK for d in (peak * np.float32(-s / half), peak * np.float32(s / (half - 1)))
+        ]
+    best = np.full((len(b), 1), np.inf, np.float32)
     best_d, best_m = np.zeros((len(b), 1), np.float16), np.zeros((len(b), 1), np.float16)
     best_q = np.zeros(b.shape, np.uint8)
 
     def offer(d: np.ndarray, m: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             d16, m16 = d.astype(np.float16), m.astype(np.float16)
-        d32 = d16.astype(np.float32)
-        m32 = m16.astype(np.float32) if offset else -half * d32
-        ok = np.isfinite(d32) & np.isfinite(m32)
-        d32, m32 = np.where(ok, d32, 0), np.where(ok, m32, 0)
-        q = np.rint((b - m32) / np.where(d32 == 0, np.float32(1), d32)).clip(0, top)
-        e = b - (d32 * q + m32)
-        error = np.where(ok, (weight * e * e).sum(1, keepdims=True), np.inf)
-        better = error < best_error
-        np.copyto(best_error, error, where=better)
+            q, value = _nearest(b, d16, m16, type_name)
+            error = (weight * (b - value) ** 2).sum(1, keepdims=True)
+        better = error < best  # never true for a NaN
+        np.copyto(best, error, where=better)
         np.copyto(best_d, d16, where=better)
         np.copyto(best_m, m16, where=better)
-        np.copyto(best_q, q.astype(np.uint8), where=better)
-        return q
+        np.copyto(best_q, q, where=better)
+        return q.astype(np.float32)
 
+    total = float(weight.sum())
     for d, m in tries:
         q = offer(d, m)
-        # least squares for the codes just found
-        sw = np.broadcast_to(weight, b.shape)
         if offset:
-            s0 = sw.sum(1, keepdims=True)
-            mq, mx = (sw * q).sum(1, keepdims=True) / s0, (sw * b).sum(1, keepdims=True) / s0
-            var = (sw * (q - mq) ** 2).sum(1, keepdims=True)
-            cov = (sw * (q - mq) * (b - mx)).sum(1, keepdims=True)
-            fit = np.where(var > 0, cov / np.where(var > 0, var, 1), 0).astype(np.float32)
-            offer(fit, mx - fit * mq)
+            mean_q, mean_b = (weight * q).sum(1, keepdims=True) / total, (weight * b).sum(1, keepdims=True) / total
+            spread = (weight * (q - mean_q) ** 2).sum(1, keepdims=True)
+            fit = (weight * (q - mean_q) * (b - mean_b)).sum(1, keepdims=True) / np.where(spread > 0, spread, np.inf)
+            offer(fit, mean_b - fit * mean_q)
         else:
-            c = q - half
-            var = (sw * c * c).sum(1, keepdims=True)
-            fit = np.where(var > 0, (sw * c * b).sum(1, keepdims=True) / np.where(var > 0, var, 1), 0)
-            offer(fit.astype(np.float32), -half * fit)
-    if not np.isfinite(best_error).all():
+            q -= half
+            spread = (weight * q * q).sum(1, keepdims=True)
+            fit = (weight * q * b).sum(1, keepdims=True) / np.where(spread > 0, spread, np.inf)
+            offer(fit, -half * fit)
+    if not np.isfinite(best).all():
         raise ExportError(f"a block cannot be held by {type_name}: its weights are beyond half precision")
-    return _pack(type_name, best_d, best_m, best_q)
+    return best_d, best_m, best_q
+
+
+def _nearest(b: np.ndarray, d: np.ndarray, m: np.ndarray, type_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (uint8) nearest to ``b`` for scales and offsets float16 [n, 1], and the values (float32) they decode to."""
+    top, offset = AFFINE[type_name]
+    d32 = d.astype(np.float32)
+    m32 = m.astype(np.float32) if offset else d32 * np.float32(-((top + 1) // 2))
+    scaled = (b - m32) / np.where(d32 == 0, np.float32(1), d32)
+    q = np.nan_to_num(np.rint(scaled)).clip(0, top)
+    return q.astype(np.uint8), d32 * q + m32
 
 
 def _pack(type_name: str, d: np.ndarray, m: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """uint8 [n, bytes]: blocks of 32 as ggml stores them."""
     top, offset = AFFINE[type_name]
-    parts = [d.view(np.uint8)]
+    parts: list[np.ndarray] = [d.view(np.uint8)]
     if offset:
         parts.append(m.view(np.uint8))
     if top == 31:
         parts.append(np.packbits(q >> 4, axis=1, bitorder="little"))
     parts.append((q[:, :16] & 15) | ((q[:, 16:] & 15) << 4))
-    return np.concatenate(parts, axis=1).reshape(-1)
+    return np.concatenate(parts, axis=1)
 
 
 # ---- writing
@@ -376,146 +393,121 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan(base: GgufFile, type_name: str) -> Plan:
-    """Types for a GGUF in ``type_name`` (one of :data:`TYPES` but the K mixes). Vectors keep their own type.
+def plan(effective: Effective, type_name: str) -> Plan:
+    """Types for a GGUF in ``type_name`` (one of :data:`TYPES` but the K mixes).
 
-    Four- and five-bit types leave embedding and head in the base's type where that is narrower than 16 bits (they are
-    the most sensitive tensors), else in Q8_0. A tensor whose columns are no multiple of the block keeps a wider type.
+    Vectors keep their own type, and so do unmoved F32 matrices (routers and the like). Four- and five-bit types leave
+    embedding and head in the base's type where that is narrower than 16 bits (they are the most sensitive tensors),
+    else in Q8_0. A tensor whose columns are no multiple of the block keeps a wider type (case 10).
     """
     out = Plan({})
-    for name, t in base.tensors.items():
-        weight = hf_layout.canonical(base.arch, name) is not None or not hf_layout.supported(base.arch)
-        if t.vector or not weight or type_name == "same":
-            out.types[name] = t.type_name
+    for name, t in effective.base.tensors.items():
+        moved = name in effective.infos
+        out.types[name] = t.type_name
+        if len(t.dims) != 2 or (t.type_name == "F32" and not moved) or type_name == SAME:
             continue
         if t.type_name not in blocks.TYPES:
-            out.types[name] = t.type_name
             out.notes.append(f"{name} stays {t.type_name}: there is no codec for that type")
             continue
         chosen = type_name
         if type_name in AFFINE and name in ("token_embd.weight", "output.weight"):
-            chosen = t.type_name if t.type_name not in FLOATS else "Q8_0"
+            chosen = "Q8_0" if t.type_name in FLOATS else t.type_name
+            if chosen not in (*AFFINE, "Q8_0") and moved and not effective.on_lattice(name):
+                chosen = "Q8_0"  # a K type cannot be rounded to here
         if t.shape[1] % type_sizes(chosen)[0]:
-            chosen = "Q8_0" if t.shape[1] % 32 == 0 else "F16"
             out.notes.append(
-                f"{name} becomes {chosen}: its {t.shape[1]} columns are not a multiple of "
-                f"{type_sizes(type_name)[0]}, which {type_name} needs"
+                f"{name} becomes F16: its {t.shape[1]} columns are not a multiple of {type_sizes(chosen)[0]}, "
+                f"which {chosen} needs"
             )
+            chosen = "F16"
         out.types[name] = chosen
     return out
 
 
-def producer(
-    effective: Effective, name: str, type_name: str, importance: Mapping[str, np.ndarray] | None = None
-) -> Producer:
+def producer(effective: Effective, name: str, type_name: str, moments: dict[str, np.ndarray] | None = None) -> Producer:
     """Bytes of one tensor's effective weights in ``type_name``, streamed by rows.
 
     Unmoved tensors that keep their type, and the moved codes of the ``lattice`` view, are copied as they are.
     """
     base = effective.base
     t, moved = base.tensors[name], name in effective.infos
-    lattice = moved and effective.delta.spec.view == "lattice" and t.type_name not in FLOATS
+    own = type_name == t.type_name
 
     def stream() -> Iterator[np.ndarray]:
+        if own and not moved:
+            _refuse_bad(base, name)
         for row0, n in pieces(t):
-            if type_name == t.type_name and not moved:
+            if own and not moved:
                 yield base.raw(name, row0, n)
-            elif type_name == t.type_name and lattice:
+            elif own and effective.on_lattice(name):
                 yield effective.lattice(name, row0, n)
             elif type_name in FLOATS:
                 yield to_float(effective.rows(name, row0, n), type_name, name)
             elif type_name == "Q8_0":
-                yield q8_0(_finite(effective.rows(name, row0, n), name))
+                yield q8_0(finite(effective.rows(name, row0, n), name))
             elif type_name in AFFINE:
-                start = np.ascontiguousarray(base.raw(name, row0, n)) if type_name == t.type_name else None
-                weights = None if importance is None else importance.get(name)
-                yield round_affine(_finite(effective.rows(name, row0, n), name), type_name, weights, start)
-            elif type_name == t.type_name:
-                yield effective.nearest(name, row0, n)
+                x = finite(effective.rows(name, row0, n), name)
+                yield round_affine(x, type_name, (moments or {}).get(name), base.raw(name, row0, n) if own else None)
             else:
-                raise ExportError(f"tensor {name!r} cannot be rounded from {t.type_name} to {type_name} here")
+                raise ExportError(
+                    f"tensor {name!r} was not tuned on its own {t.type_name} codes and cannot be rounded to them here",
+                    "use --type Q8_0, or a mix such as Q4_K_M",
+                )
 
     return stream
 
 
-def _finite(x: np.ndarray, name: str) -> np.ndarray:
-    if not np.isfinite(x).all():
-        raise ExportError(f"tensor {name!r} has a weight that is NaN or infinite")
-    return x
+def _refuse_bad(base: GgufFile, name: str) -> None:
+    try:
+        bad = base.first_bad(name)
+    except ModelError:  # a type that cannot be judged
+        return
+    if bad is not None:
+        raise ExportError(f"tensor {name!r} has a weight that is NaN or infinite (number {bad})")
 
 
 def write_gguf(
-    effective: Effective,
-    target: Path,
-    type_name: str,
-    *,
-    quantize: Quantize | None = None,
-    importance: Mapping[str, np.ndarray] | None = None,
+    effective: Effective, target: Path, type_name: str, moments: dict[str, np.ndarray] | None = None
 ) -> list[str]:
     """Write the tuned model as GGUF with the base as template; returns notes for the user.
 
-    Every key, the tokenizer and the chat template are kept; ``edgees.base`` names the base by its hash. A tied head
-    stays tied. K mixes go through ``quantize`` (from a temporary F32 file beside the target).
+    Every key, the tokenizer and the chat template are kept; ``edgees.base`` names the base by its hash (case 5). A
+    tied head stays tied. K mixes are made by llama.cpp's quantiser from a temporary F16 file beside the target.
     Errors: ExportError, WillNotFit; the target is then as it was before.
     """
-    if type_name not in TYPES:
-        raise ExportError(f"unknown type {type_name!r}", f"there are: {', '.join(TYPES)}")
     base = effective.base
-    metadata: dict[str, Any] = {
-        "edgees.base": base.sha256(),
-        "edgees.generation": int(effective.delta.generation),
-    }
-    if type_name != "same":
+    metadata: dict[str, Any] = {"edgees.base": base.sha256(), "edgees.generation": int(effective.delta.generation)}
+    if type_name in K_MIXES:
+        return _through_llama(effective, target, type_name)
+    if type_name != SAME:
         metadata["general.file_type"] = int(FILE_TYPES[type_name])
     if type_name not in FLOATS:
         metadata["general.quantization_version"] = int(gguf.GGML_QUANT_VERSION)
-    if type_name in K_MIXES:
-        return _through_llama(effective, target, type_name, metadata, quantize)
-    chosen = plan(base, type_name)
-    replace = {
-        name: (kind, producer(effective, name, kind, importance))
-        for name, kind in chosen.types.items()
-        if kind != base.tensors[name].type_name or name in effective.infos
-    }
+    chosen = plan(effective, type_name)
+    replace = {name: (kind, producer(effective, name, kind, moments)) for name, kind in chosen.types.items()}
     write_like(base, target, replace, metadata=metadata)
     return chosen.notes
 
 
-def _through_llama(
-    effective: Effective, target: Path, type_name: str, metadata: dict[str, Any], quantize: Quantize | None
-) -> list[str]:
-    if quantize is None:
-        raise ExportError(f"{type_name} is written by llama.cpp's quantiser, which is not at hand here")
-    full = target.with_name(f".{target.name}.f32.part")
+def _through_llama(effective: Effective, target: Path, type_name: str) -> list[str]:
+    wide = target.with_name(f".{target.name}.f16.part")
     small = target.with_name(f".{target.name}.quantised.part")
     try:
-        notes = write_gguf(effective, full, "F32")
-        quantize(full, small, type_name)
-        wanted = {"Q4_K": "Q4_K", "Q5_K": "Q5_K", "Q6_K": "Q6_K", "Q2_K": "Q2_K", "Q3_K": "Q3_K"}[type_name[:4]]
+        notes = write_gguf(effective, wide, "F16")
+        require_space(target, wide.stat().st_size)  # llama.cpp itself would not tell a full disk from another fault
+        quantize(wide, small, type_name)
         with GgufFile(small) as made:
-            odd = [t for t in made.tensors.values() if not t.vector and t.shape[1] % 256]
-            for t in odd:
-                notes.append(
-                    f"{t.name} becomes {t.type_name}: its {t.shape[1]} columns are not a multiple of 256, "
-                    f"which {wanted} needs"
-                )
-            # llama.cpp's quantiser drops nothing, but the keys are written once more so that they are the base's
-            replace: dict[str, tuple[str, Producer]] = {
-                name: (t.type_name, _copy_of(made, name)) for name, t in made.tensors.items()
-            }
-            write_like(effective.base, target, replace, metadata=metadata)
+            notes += [
+                f"{t.name} becomes {t.type_name}: its {t.shape[1]} columns are not a multiple of 256, "
+                "which K types need"
+                for t in made.tensors.values()
+                if len(t.dims) == 2 and t.shape[1] % 256 and t.type_name not in FLOATS
+            ]
+        small.replace(target)
     finally:
-        full.unlink(missing_ok=True)
+        wide.unlink(missing_ok=True)
         small.unlink(missing_ok=True)
     return notes
-
-
-def _copy_of(source: GgufFile, name: str) -> Producer:
-    def stream() -> Iterator[np.ndarray]:
-        for row0, n in pieces(source.tensors[name]):
-            yield source.raw(name, row0, n)
-
-    return stream
 
 
 # ---- file names
@@ -536,16 +528,16 @@ def follows_convention(file_name: str) -> bool:
 def gguf_name(base: GgufFile, encoding: str, kind: str | None = None) -> str:
     """File name by the GGUF naming convention: base name, size, fine-tune, version, encoding[, ``LoRA``]."""
 
-    def clean(text: object, pattern: str = r"[^A-Za-z0-9]+") -> str:
-        return re.sub(pattern, "-", str(text)).strip("-")
+    def clean(text: object) -> str:
+        return re.sub(r"[^A-Za-z0-9]+", "-", str(text)).strip("-")
 
     m = base.metadata
-    name = clean(m.get("general.basename") or m.get("general.name") or base.arch) or base.arch
     label = str(m.get("general.size_label", ""))
     if not re.fullmatch(r"(?:\d+x)?(?:\d+\.)?\d+[A-Za-z]", label):
         n = float(sum(t.shape[0] * t.shape[1] for t in base.tensors.values()))
         scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if n >= s), (1e3, "K"))
         label = f"{n / scale:.0f}{unit}" if n / scale >= 10 else f"{n / scale:.1f}{unit}"
+    name = clean(m.get("general.basename") or m.get("general.name") or base.arch) or base.arch
     tune = "-".join(part for part in (clean(m.get("general.finetune", "")), "edgees") if part)
     version = str(m.get("general.version", "v1.0"))
     if not re.fullmatch(r"v\d+(\.\d+)*", version):

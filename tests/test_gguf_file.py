@@ -181,7 +181,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
 
     with pytest.raises(ExportError, match="gave 5 bytes instead of 2560"):
         write_like(base, target, {name: ("Q4_1", too_few)})
-    with pytest.raises(ExportError, match="No space left"):
+    with pytest.raises(WillNotFit, match="No space left"):
         write_like(base, target, {name: ("Q4_1", broken)})
     monkeypatch.setattr(gguf_file.shutil, "disk_usage", lambda _: _Usage(1000))
     with pytest.raises(WillNotFit, match=rf"{tiny.stat().st_size} bytes are needed on its disk, 1000 are free"):

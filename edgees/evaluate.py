@@ -1,0 +1,348 @@
+"""Base against tuned on held-out rows, paired by row, judged from outside: plain llama.cpp on an exported file.
+
+The tuned model is written as a temporary F16 GGUF and answers in llama.cpp as it comes, without our backend; the base
+answers from the user's own file in the same way. Then our engine scores the same texts, base and base + delta, and both
+must find them equally likely (:data:`TOLERANCE`): otherwise what was tuned is not what was exported. Likelihoods are
+compared because greedy answers may part ways at a rounding error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgees import merge, rewards, rollout
+from edgees.backends.base import CENTRE, Engine
+from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.config import Config
+from edgees.errors import ExportError, UsageError
+from edgees.rewards import Scorer
+from edgees.tasks import load_task
+from edgees.tasks.rows import Row, Task
+
+TOLERANCE = 0.02
+"""Largest difference between plain llama.cpp and our engine on the tuned model: nats per token, mean over the rows of
+the absolute difference. Both keep keys and values in half precision; the exported weights are halves, too."""
+RESAMPLES = 20_000
+EXAMPLES = 6
+
+Say = Callable[[str], None]
+"""Told what is being done, for people who wait."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One model on the rows. rewards: float64 [rows], NaN where excluded; metrics: the same by name."""
+
+    completions: list[str]
+    tokens: list[tuple[int, ...]]
+    rewards: np.ndarray
+    metrics: dict[str, np.ndarray] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
+    """The run's task and scorer, or those of task ``name``, which then brings its own scorer where it has one.
+
+    :raises UsageError: nothing is held out, or there is no scorer.
+    """
+    task = load_task(
+        name or settings.task,
+        eval_data=None if name else settings.eval_data or None,
+        split=settings.heldout,
+        seed=settings.seed,
+    )
+    if not task.heldout:
+        raise UsageError(f"task {task.name} has no held-out rows", "give some in tuning with --eval-data FILE")
+    other = name is not None and name != settings.task
+    specs = (task.reward or settings.reward) if other else (settings.reward or task.reward)
+    if not specs:
+        raise UsageError(f"task {task.name} has no scorer", "name one in tuning with --reward score.py")
+    return task, rewards.load(specs, deadline=settings.scorer_timeout)
+
+
+def choose(task: Task, count: int, used: int) -> tuple[list[Row], int]:
+    """(rows in the task's order, how many of them chose the best generation).
+
+    ``count`` 0: all. ``used``: rows scored during the run (0: all), which are the first by a hash of their names; fewer
+    rows than all are therefore taken from the end of that order: rows that had no say come first.
+    """
+    order = sorted(task.heldout, key=lambda row: hashlib.blake2b(row.id.encode(), digest_size=8).digest())
+    voted = {row.id for row in order[: used or len(order)]}
+    chosen = {row.id for row in (order[-count:] if count else order)}
+    rows = [row for row in task.heldout if row.id in chosen]
+    return rows, sum(row.id in voted for row in rows)
+
+
+def open_engine(settings: Config, path: Path, *, plain: bool) -> LlamaCppEngine:
+    """An engine under the conditions of the run. plain: stock llama.cpp, without our backend."""
+    return LlamaCppEngine(
+        path, context=settings.context, parallel=settings.parallel, threads=settings.threads, plain=plain,
+        params=settings.params or None,
+    )  # fmt: skip
+
+
+def settings_of(settings: Config, task: Task) -> rollout.Settings:
+    """Greedy answers under the conditions of the run."""
+    return rollout.Settings(
+        max_tokens=settings.max_tokens or task.max_tokens,
+        conversation=lambda row: task.conversation(row, settings.system),
+        seed=settings.seed,
+    )
+
+
+def answer(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> Answers:
+    """The centre's greedy answers to ``rows``, scored."""
+    played = rollout.play(engine, [CENTRE], rows, settings_of(settings, task))
+    texts = [t.completion for t in played]
+    scores = scorer.score(rows, texts)
+    metrics = {
+        name: np.array([measure(row, text) for row, text in zip(rows, texts, strict=True)], np.float64)
+        for name, measure in task.metrics.items()
+    }
+    return Answers(
+        texts,
+        [t.tokens for t in played],
+        np.array(scores.rewards, np.float64),
+        metrics,
+        [str(f) for f in scores.faults],
+    )
+
+
+Target = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def targets(
+    engine: Engine, rows: Sequence[Row], task: Task, settings: Config, given: Sequence[tuple[int, ...]]
+) -> list[Target]:
+    """(prompt, tokens to be found likely) per row: the reference answer, or else the answer that was ``given``."""
+    made = settings_of(settings, task)
+    found: list[Target] = []
+    for row, tokens in zip(rows, given, strict=True):
+        conversation = made.conversation(row)
+        if row.answer is not None:
+            found.append(rollout.reference(engine, conversation, row.answer))
+        else:
+            found.append((tuple(engine.encode_chat(conversation)), tokens))
+    return found
+
+
+def likelihoods(engine: Engine, wanted: Sequence[Target]) -> np.ndarray:
+    """float64 [rows]: mean log-likelihood per token of each target; NaN where it is empty or does not fit."""
+    scores = engine.loglik([(CENTRE, prompt, target) for prompt, target in wanted])
+    return np.array([s.mean if s.tokens else math.nan for s in scores], np.float64)
+
+
+def interval(differences: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float | None, float | None]:
+    """95 % percentile-bootstrap interval of the mean of paired differences; (None, None) for fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return None, None
+    rng = np.random.default_rng(seed)
+    per = max(1, 4_000_000 // n)
+    means = np.concatenate(
+        [differences[rng.integers(0, n, (min(per, resamples - at), n))].mean(1) for at in range(0, resamples, per)]
+    )
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def compare(base: np.ndarray, tuned: np.ndarray) -> dict[str, Any]:
+    """{"base", "tuned", "difference": {"mean", "low", "high"}, "rows"} over the rows that both have a number for."""
+    both = np.isfinite(base) & np.isfinite(tuned)
+    if not both.any():
+        return {"base": None, "tuned": None, "difference": {"mean": None, "low": None, "high": None}, "rows": 0}
+    a, b = base[both], tuned[both]
+    low, high = interval(b - a)
+    return {
+        "base": float(a.mean()),
+        "tuned": float(b.mean()),
+        "difference": {"mean": float((b - a).mean()), "low": low, "high": high},
+        "rows": int(both.sum()),
+    }
+
+
+def agreement(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """How far two engines are apart in likelihood, nats per token. ok: mean absolute difference within TOLERANCE."""
+    both = np.isfinite(ours) & np.isfinite(theirs)
+    if not both.any():
+        return {"ok": None, "rows": 0, "mean": None, "largest": None, "tolerance": TOLERANCE}
+    apart = np.abs(ours - theirs)[both]
+    mean = float(apart.mean())
+    return {
+        "ok": mean <= TOLERANCE,
+        "rows": int(both.sum()),
+        "mean": mean,
+        "largest": float(apart.max()),
+        "tolerance": TOLERANCE,
+    }
+
+
+def examples(rows: Sequence[Row], base: Answers, tuned: Answers, count: int = EXAMPLES) -> list[dict[str, Any]]:
+    """Answers that changed: those that gained most and, a third of them, those that lost most."""
+    change = np.nan_to_num(tuned.rewards - base.rewards)
+    changed = [i for i in range(len(rows)) if base.completions[i] != tuned.completions[i]]
+    order = sorted(changed, key=lambda i: -change[i])
+    losses = [i for i in reversed(order) if change[i] < 0][: count // 3]
+    shown = [*[i for i in order if i not in losses][: count - len(losses)], *losses]
+    return [
+        {
+            "row": rows[i].id,
+            "prompt": rows[i].messages[-1]["content"],
+            "answer": rows[i].answer,
+            "base": base.completions[i],
+            "tuned": tuned.completions[i],
+            "base_reward": float(base.rewards[i]),
+            "tuned_reward": float(tuned.rewards[i]),
+        }
+        for i in shown
+    ]
+
+
+def evaluate(
+    run_dir: str | Path,
+    *,
+    task: str | None = None,
+    rows: int = 0,
+    weights: str = "best",
+    task_and_scorer: tuple[Task, Scorer] | None = None,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Compare base and tuned model of a run; what ``eval --json`` prints.
+
+    rows: held-out rows to use, 0 = all. Writes nothing but a temporary file of 2 bytes a weight in the run's folder
+    (in the system's temporary folder where that is read-only). "agreement" tells whether our engine and plain llama.cpp
+    are within :data:`TOLERANCE`; the caller decides what to do where not.
+    """
+    with ExitStack() as stack:
+        run = stack.enter_context(merge.open_run(run_dir, weights))
+        settings = run.settings
+        found, scorer = task_and_scorer or open_task(settings, task)
+        stack.enter_context(scorer)
+        chosen, voted = choose(found, rows, settings.eval_rows)
+        scorer.dry_run(chosen)
+        exported = Path(stack.enter_context(_scratch(run.folder))) / "tuned.gguf"
+        say(f"writing {run.weights} weights (generation {run.delta.generation}) as a temporary F16 GGUF")
+        effective = merge.Effective(run.base, run.delta)
+        try:
+            merge.write_gguf(effective, exported, kind := "F16")
+        except ExportError:  # beyond half precision; a NaN is refused again
+            merge.write_gguf(effective, exported, kind := "F32")
+
+        # Plain llama.cpp first: our backend, once loaded, stays in the process (asleep, but why argue).
+        say(f"{len(chosen)} held-out rows in plain llama.cpp: tuned")
+        with open_engine(settings, exported, plain=True) as engine:
+            tuned = answer(engine, chosen, found, scorer, settings)
+            wanted = targets(engine, chosen, found, settings, tuned.tokens)
+            tuned_plain = likelihoods(engine, wanted)
+        say(f"{len(chosen)} held-out rows in plain llama.cpp: base")
+        with open_engine(settings, run.base.path, plain=True) as engine:
+            base = answer(engine, chosen, found, scorer, settings)
+            base_plain = likelihoods(engine, wanted)
+        say("the same in our own engine")
+        with open_engine(settings, run.base.path, plain=False) as engine:
+            base_ours = likelihoods(engine, wanted)
+            engine.attach(run.delta)
+            tuned_ours = likelihoods(engine, wanted)
+            own = answer(engine, chosen, found, scorer, settings)
+
+        referenced = np.array([row.answer is not None for row in chosen])
+        loglik = compare(np.where(referenced, base_plain, np.nan), np.where(referenced, tuned_plain, np.nan))
+        same = sum(a == b for a, b in zip(tuned.completions, own.completions, strict=True))
+        result = compare(base.rewards, tuned.rewards)
+        return {
+            "run": str(run.folder),
+            "task": found.name,
+            "weights": run.weights,
+            "generation": run.delta.generation,
+            "type": kind,
+            **result,
+            "chose_best": voted if task is None or task == settings.task else 0,
+            "metrics": {name: compare(base.metrics[name], tuned.metrics[name]) for name in base.metrics},
+            "loglik": loglik,
+            "own_engine": {
+                "tuned": _mean(own.rewards),
+                "answers": len(chosen),
+                "same_answers": same,
+                "loglik": compare(np.where(referenced, base_ours, np.nan), np.where(referenced, tuned_ours, np.nan)),
+            },
+            "agreement": agreement(tuned_ours, tuned_plain),
+            "agreement_base": agreement(base_ours, base_plain),
+            "excluded": [*base.faults, *tuned.faults],
+            "examples": examples(chosen, base, tuned),
+        }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    found = values[np.isfinite(values)]
+    return float(found.mean()) if found.size else None
+
+
+def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder on the run's own disk, which has room for models, or where the system puts such things."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=".edgees-eval-", dir=folder)
+    except OSError:
+        return tempfile.TemporaryDirectory(prefix="edgees-eval-")
+
+
+def require_agreement(result: dict[str, Any]) -> None:
+    """:raises ExportError: our engine and plain llama.cpp judge the tuned model differently."""
+    found = result["agreement"]
+    if found["ok"] is False:
+        raise ExportError(
+            f"plain llama.cpp and our engine differ on the tuned model by {found['mean']:.4f} nats per token "
+            f"(allowed: {found['tolerance']:g})",
+            "the exported model is not what was tuned: please report this, with edgees doctor --json",
+        )
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    chose = f", of which {result['chose_best']} also chose the best generation" if result["chose_best"] else ""
+    out = [
+        f"{result['run']}: {result['weights']} weights, generation {result['generation']}",
+        f"{result['task']}: {result['rows']} held-out rows{chose}, answered greedily in plain llama.cpp",
+        f"{'':<12}{'base':>9}{'tuned':>9}   difference (95 %)",
+    ]
+    out += [_line(name, part) for name, part in [("reward", result), *result["metrics"].items()]]
+    if result["loglik"]["rows"]:
+        out.append(_line("likelihood", result["loglik"]) + "   nats per token of the reference answer")
+    own, agreed = result["own_engine"], result["agreement"]
+    if agreed["mean"] is not None:
+        out.append(
+            f"our engine agrees to {agreed['mean']:.4f} nats per token (allowed: {agreed['tolerance']:g}), and on "
+            f"{own['same_answers']} of {own['answers']} answers; its tuned reward: {_number(own['tuned'])}"
+        )
+    out += [f"excluded: {fault}" for fault in result["excluded"]]
+    for example in result["examples"]:
+        out += [
+            "",
+            f"{example['row']}: {_short(example['prompt'])}",
+            f"  base   {_number(example['base_reward'])}  {_short(example['base'])}",
+            f"  tuned  {_number(example['tuned_reward'])}  {_short(example['tuned'])}",
+        ]
+    return out
+
+
+def _line(name: str, part: dict[str, Any]) -> str:
+    d = part["difference"]
+    span = "" if d["low"] is None else f" ({d['low']:+.3f} to {d['high']:+.3f})"
+    return f"{name:<12}{_number(part['base']):>9}{_number(part['tuned']):>9}   {_number(d['mean'], '+')}{span}"
+
+
+def _number(value: float | None, sign: str = "") -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:{sign}.3f}"
+
+
+def _short(text: str, width: int = 100) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= width else flat[: width - 3] + "..."

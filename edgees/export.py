@@ -1,0 +1,698 @@
+"""What was tuned, as files that other programs load: GGUF, Hugging Face safetensors, or a LoRA adapter.
+
+Files are made in a hidden folder beside the target and put in place only when all of them are complete; whatever goes
+wrong before that leaves no trace. Tensors are streamed: memory stays near that of a few million weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgees import blocks, evaluate, hf_layout, merge, noise
+from edgees.backends.base import CENTRE, Request, TensorInfo
+from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.errors import EdgeesError, ExportError, UsageError
+from edgees.gguf_file import (
+    GgufFile,
+    NewTensor,
+    Producer,
+    atomic_file,
+    file_sha256,
+    pack_kv,
+    require_space,
+    write_all,
+    write_like,
+)
+from edgees.merge import FLOATS, Effective, Run, pieces, to_float
+from edgees.report import size
+
+KINDS = ("gguf", "safetensors", "adapter")
+SHARD_BYTES = 5_000_000_000
+"""Largest safetensors file, as Hugging Face cuts them."""
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+KL_BOUNDS = {"F32": 2e-3, "F16": 2e-3, "BF16": 1e-2, "Q8_0": 1e-2, "same": 2e-2, "adapter": 2e-2}
+"""Nats: mean Kullback-Leibler divergence of the next token's distribution in plain llama.cpp from that of the scored
+model, up to which an export counts as what was scored. Files of 4-bit arithmetic ("same", and an adapter on the base)
+get more: stock llama.cpp rounds activations to 8 bits there. Other types are re-rounded; their loss is told instead."""
+CHATS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Count from one to five.",
+    "Turn on the light in the kitchen at half past seven.",
+)
+CONTINUATION = 24
+"""Tokens of greedy answer compared in each chat."""
+
+Say = Callable[[str], None]
+Make = Callable[[], np.ndarray]
+
+
+def default_type(run: Run, to: str) -> str | None:
+    """Type where the user names none. gguf: Q8_0, which holds what was scored at a quarter of F32's size; the base's
+    own types where it is a float file, or where its codes were tuned themselves (``--scope lattice``). safetensors:
+    BF16. adapter: none to choose."""
+    if to == "adapter":
+        return None
+    if to == "safetensors":
+        return "BF16"
+    if run.delta.spec.view == "lattice":
+        return merge.SAME
+    sizes: Counter[str] = Counter()
+    for t in run.base.tensors.values():
+        sizes[t.type_name] += t.nbytes
+    most = sizes.most_common(1)[0][0]
+    return most if most in FLOATS else "Q8_0"
+
+
+def check_request(to: str, type_name: str | None, out: Path) -> str | None:
+    """``type_name`` as it is spelt here. :raises UsageError: kind, type and path that do not go together."""
+    if to not in KINDS:
+        raise UsageError(f"cannot export to {to!r}", f"there are: {', '.join(KINDS)}")
+    if out.suffix.lower() == ".gguf" and to != "gguf":
+        raise UsageError(f"--to {to} writes several files: {out} must be a folder", "leave the .gguf away")
+    if type_name is None:
+        return None
+    known = {"gguf": merge.TYPES, "safetensors": tuple(DTYPES), "adapter": ()}[to]
+    if not known:
+        raise UsageError("an adapter is written as it was tuned: it has no --type to choose", "leave --type out")
+    found = {name.lower(): name for name in known}.get(type_name.lower())
+    if found is None:
+        raise UsageError(f"--to {to} has no type {type_name!r}", f"there are: {', '.join(known)}")
+    return found
+
+
+def export(
+    run_dir: str | Path,
+    to: str,
+    out: str | Path,
+    *,
+    type_name: str | None = None,
+    weights: str = "best",
+    force: bool = False,
+    verify: bool = False,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Write a run's model into folder ``out`` (``to`` gguf: also a file name that ends in .gguf).
+
+    to: ``gguf``, ``safetensors`` or ``adapter``. weights: ``best`` by held-out reward, or ``last``. verify: load the
+    result in plain llama.cpp and compare it with the scored model. Returns what ``export --json`` prints: "files"
+    ([{"path", "sha256", "bytes"}]), "notes", "verify" (None, or {"ok", ...}), "rescored" for re-rounded types, ...
+    ``verify`` failing is no exception here: the files are in place and "ok" is False.
+
+    :raises UsageError: a request that makes no sense, or files that are there already (without ``force``).
+    :raises ExportError: what cannot be held by the format. :raises WillNotFit: the disk is too full.
+    """
+    out = Path(out).expanduser()
+    type_name = check_request(to, type_name, out)
+    single = to == "gguf" and out.suffix.lower() == ".gguf"
+    folder = out.parent if single else out
+    with ExitStack() as stack:
+        run = stack.enter_context(merge.open_run(run_dir, weights))
+        type_name = type_name or default_type(run, to)
+        plan = _Export(run, to, type_name, out.name if single else None, say)
+        if not force:
+            _refuse_existing(folder, plan.names())
+        stage = stack.enter_context(_stage(folder))
+        plan.write(stage)
+        checked = plan.verify(stage) if verify else None
+        rescored = plan.rescore(stage) if to == "gguf" and type_name not in merge.EXACT else None
+        files = [
+            {"path": str(folder / name), "sha256": file_sha256(stage / name).removeprefix("sha256:"),
+             "bytes": (stage / name).stat().st_size}
+            for name in plan.written
+        ]  # fmt: skip
+        if not force:
+            _refuse_existing(folder, plan.written)
+        _publish(stage, folder, plan.written, to)
+    return {
+        "run": str(run.folder), "to": to, "type": type_name, "weights": run.weights, "generation": run.delta.generation,
+        "base": {"path": str(run.base.path), "sha256": run.base.sha256().removeprefix("sha256:")},
+        "files": files, "notes": plan.notes, "verify": checked, "rescored": rescored,
+    }  # fmt: skip
+
+
+def require_verified(result: dict[str, Any]) -> None:
+    """:raises ExportError: the files did not verify."""
+    checked = result["verify"]
+    if checked is not None and not checked["ok"]:
+        raise ExportError(
+            f"{result['files'][0]['path']} is not what was scored: {', '.join(checked['failed'])} differ",
+            "the files are in place, for inspection only: please report this",
+        )
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    out = [f"{f['path']}  {size(f['bytes'])}" for f in result["files"]] + [f"note: {n}" for n in result["notes"]]
+    checked = result["verify"]
+    if checked is not None:
+        kl = checked["kl"]
+        bound = "not bounded: re-rounded" if kl["bound"] is None else f"allowed: {kl['bound']:g}"
+        out.append(
+            f"verified in plain llama.cpp: {'ok' if checked['ok'] else 'FAILED: ' + ', '.join(checked['failed'])}; "
+            f"{checked['same_answers']} of {checked['chats']} greedy answers the same, "
+            f"KL {kl['mean']:.2g} nats ({bound})"
+        )
+    return out
+
+
+# ---- putting files in place
+def _refuse_existing(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (folder / name).exists():
+            raise UsageError(f"{folder / name} exists already", "--force replaces it; or choose another --out")
+
+
+@contextmanager
+def _stage(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside the files to be, gone afterwards; folders made for it go too unless something came in."""
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    stage: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=".edgees-export-", dir=folder))
+        yield stage
+    except OSError as error:
+        raise ExportError(f"cannot write into {folder}: {error.strerror or error}", "choose another --out") from error
+    finally:
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _publish(stage: Path, folder: Path, names: Sequence[str], to: str) -> None:
+    for name in names:
+        (stage / name).replace(folder / name)
+    if to == "safetensors":  # shards of an older export would be taken for part of this one
+        for stale in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+            if stale.name not in names:
+                stale.unlink(missing_ok=True)
+
+
+# ---- one export
+@dataclass
+class _Export:
+    run: Run
+    to: str
+    type_name: str | None
+    file_name: str | None
+    say: Say
+    notes: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.effective = Effective(self.run.base, self.run.delta)
+        if self.run.delta.generation == 0:
+            self.notes.append("nothing was learned in these weights: this is the base")
+
+    def names(self) -> list[str]:
+        """Files that can be foretold."""
+        if self.to == "gguf":
+            encoding = self.type_name if self.type_name != merge.SAME else _main_type(self.run.base)
+            return [self.file_name or merge.gguf_name(self.run.base, str(encoding))]
+        if self.to == "adapter":
+            return [merge.gguf_name(self.run.base, "F32", "LoRA"), "adapter_config.json", "adapter_model.safetensors"]
+        return ["config.json", "model.safetensors", "model.safetensors.index.json"]
+
+    def write(self, stage: Path) -> None:
+        run, to = self.run, self.to
+        self.say(f"writing {run.weights} weights (generation {run.delta.generation}) as {to} {self.type_name or ''}")
+        if to == "gguf":
+            self.written = self.names()
+            self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name))
+        elif to == "safetensors":
+            self.written = write_safetensors(self.effective, stage, str(self.type_name))
+        else:
+            self.written = write_adapter(self.run, stage, self.names()[0])
+
+    # ---- checks
+    def verify(self, stage: Path) -> dict[str, Any]:
+        """Compare what lies in ``stage`` with the scored model; "failed" names the checks that did not pass."""
+        self.say("verifying in plain llama.cpp")
+        base = self.run.base
+        bound = KL_BOUNDS.get(self.type_name or "adapter")
+        if self.to == "safetensors":
+            bound = KL_BOUNDS[str(self.type_name)]
+            back = stage / "back.gguf"
+            try:
+                checks = check_safetensors(self.effective, stage, str(self.type_name), self.written)
+                to_gguf(base, stage, back)
+                probe = self.compare(back, None)
+            finally:
+                back.unlink(missing_ok=True)
+        elif self.to == "adapter":
+            checks = {"name": merge.follows_convention(self.written[0])}
+            probe = self.compare(base.path, stage / self.written[0])
+        else:
+            checks = self.check_gguf(stage / self.written[0])
+            probe = self.compare(stage / self.written[0], None)
+        checks["tokens"] = probe.pop("tokens")
+        if bound is not None:
+            checks["kl"] = probe["kl"]["mean"] <= bound
+        probe["kl"]["bound"] = bound
+        failed = [name for name, fine in checks.items() if not fine]
+        return {"ok": not failed, "failed": failed, **checks, **probe}
+
+    def check_gguf(self, path: Path) -> dict[str, Any]:
+        base = self.run.base
+        changed = {"general.file_type", "general.quantization_version"}
+        with GgufFile(path) as made:
+            keys = all(made.metadata.get(k) == v for k, v in base.metadata.items() if k not in changed)
+            same = {n: t.dims for n, t in made.tensors.items()} == {n: t.dims for n, t in base.tensors.items()}
+            wide = [n for n, t in made.tensors.items() if len(t.dims) == 2 and t.type_name in FLOATS]
+            excused = {n for n in wide if base.tensors[n].type_name in FLOATS and n not in self.effective.infos}
+            excused |= {note.split(" ", 1)[0] for note in self.notes}
+            narrow = self.type_name in (*FLOATS, merge.SAME) or set(wide) <= excused
+            tied = made.tied == base.tied
+        own_name = self.file_name is not None
+        return {
+            "keys": keys, "tensors": same, "types": narrow, "tied_head": tied,
+            "name": own_name or merge.follows_convention(path.name),
+        }  # fmt: skip
+
+    def compare(self, path: Path, lora: Path | None) -> dict[str, Any]:
+        """Plain llama.cpp on ``path`` against our engine on base and delta: token ids, greedy answers, KL."""
+        chats = [[{"role": "user", "content": text}] for text in CHATS] + self.conversations()
+        threads = self.run.settings.threads
+        with LlamaCppEngine(path, plain=True, threads=threads, lora=lora) as plain:
+            prompts = [tuple(plain.encode_chat(chat)) for chat in chats]
+            room = plain.context_length - CONTINUATION
+            usable = [i for i, p in enumerate(prompts) if 0 < len(p) < room]
+            requests = [Request(CENTRE, prompts[i], CONTINUATION) for i in usable]
+            answers = [c.tokens for c in plain.generate(requests)]
+            texts = [[*prompts[i], *a] for i, a in zip(usable, answers, strict=True)]
+            theirs = [plain.logits(t)[len(prompts[i]) - 1 :] for i, t in zip(usable, texts, strict=True)]
+        with LlamaCppEngine(self.run.base.path, threads=threads, params=self.run.settings.params or None) as engine:
+            engine.attach(self.run.delta)
+            same = [tuple(engine.encode_chat(chat)) for chat in chats] == prompts
+            greedy = [c.tokens for c in engine.generate(requests)]
+            apart = [
+                divergence(engine.logits(t)[len(prompts[i]) - 1 :], other)
+                for i, t, other in zip(usable, texts, theirs, strict=True)
+            ]
+        kl = np.concatenate(apart)
+        return {
+            "tokens": same,
+            "chats": len(usable),
+            "same_answers": sum(a == b for a, b in zip(greedy, answers, strict=True)),
+            "kl": {"mean": float(kl.mean()), "largest": float(kl.max()), "positions": len(kl)},
+        }
+
+    def conversations(self) -> list[list[dict[str, str]]]:
+        """Two held-out questions of the run's own task, if it can be had."""
+        try:
+            task, scorer = evaluate.open_task(self.run.settings)
+        except EdgeesError:
+            return []
+        scorer.close()
+        made = evaluate.settings_of(self.run.settings, task)
+        return [list(made.conversation(row)) for row in task.heldout[:2]]
+
+    def rescore(self, stage: Path) -> dict[str, Any] | None:
+        """What a re-rounded type costs: rewards and likelihoods on held-out rows before and after, paired by row."""
+        settings = self.run.settings
+        try:
+            task, scorer = evaluate.open_task(settings)
+        except EdgeesError as error:
+            self.notes.append(f"{self.type_name} is re-rounded, and was not scored again: {error.message}")
+            return None
+        rows, _ = evaluate.choose(task, settings.eval_rows if settings.eval_rows < len(task.heldout) else 0, 0)
+        self.say(f"{self.type_name} is re-rounded: scoring {len(rows)} held-out rows before and after")
+        with scorer:
+            with evaluate.open_engine(settings, stage / self.written[0], plain=True) as plain:
+                after = evaluate.answer(plain, rows, task, scorer, settings)
+                wanted = evaluate.targets(plain, rows, task, settings, after.tokens)
+                after_likely = evaluate.likelihoods(plain, wanted)
+            with evaluate.open_engine(settings, self.run.base.path, plain=False) as engine:
+                engine.attach(self.run.delta)
+                before = evaluate.answer(engine, rows, task, scorer, settings)
+                before_likely = evaluate.likelihoods(engine, wanted)
+        reward, likely = evaluate.compare(before.rewards, after.rewards), evaluate.compare(before_likely, after_likely)
+        for part in (reward, likely):
+            part["before"], part["after"] = part.pop("base"), part.pop("tuned")
+        d = reward["difference"]["mean"]
+        if d is not None:
+            self.notes.append(
+                f"{self.type_name} is re-rounded: held-out reward {reward['before']:.3f} before, {reward['after']:.3f} "
+                f"after ({d:+.3f}, {reward['rows']} rows)"
+            )
+        return {**reward, "loglik": likely}
+
+
+def _main_type(base: GgufFile) -> str:
+    sizes: Counter[str] = Counter()
+    for t in base.tensors.values():
+        if not t.name.startswith(("token_embd", "output")):
+            sizes[t.type_name] += t.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """float64 [n]: KL(softmax(p) || softmax(q)) in nats, row by row; logits float32 [n, vocabulary]."""
+    out = np.empty(len(p))
+    for i in range(len(p)):
+        a, b = (x[i].astype(np.float64) - float(x[i].max()) for x in (p, q))
+        a, b = a - math.log(np.exp(a).sum()), b - math.log(np.exp(b).sum())
+        out[i] = float((np.exp(a) * (a - b)).sum())
+    return out
+
+
+# ---- safetensors
+@dataclass(frozen=True)
+class _Saved:
+    """One tensor of a safetensors file. produce: its bytes in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    produce: Producer
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (4 if self.dtype == "F32" else 2)
+
+
+def _save(path: Path, tensors: Sequence[_Saved], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, streamed."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for t in tensors:
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path, 8 + len(text) + at) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors:
+            written = 0
+            for piece in t.produce():
+                data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+                file.write(data)
+                written += data.nbytes
+            if written != t.nbytes:
+                raise ExportError(f"{path}: tensor {t.name!r} gave {written} bytes instead of {t.nbytes}")
+
+
+_IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors whose content stands in config.json."""
+
+
+def _hf_names(base: GgufFile) -> dict[str, str]:
+    """GGUF name -> Hugging Face name of every parameter. ExportError naming a tensor that has none."""
+    found = {}
+    for name in base.tensors:
+        if name in _IN_CONFIG:
+            continue
+        other = hf_layout.canonical(base.arch, name)
+        if other is None:
+            raise ExportError(
+                f"{base.path}: tensor {name!r} has no Hugging Face name for {base.arch}", "export --to gguf keeps it"
+            )
+        found[name] = other
+    return found
+
+
+def _canonical(effective: Effective, name: str) -> Iterator[np.ndarray]:
+    """float32 pieces of a tensor in Hugging Face's row order, norms without llama.cpp's shift."""
+    base = effective.base
+    t = base.tensors[name]
+    heads = hf_layout.rope_permuted(base.arch, name, base.metadata)
+    shift = np.float32(hf_layout.norm_shift(base.arch, name))
+    if t.vector:
+        w = effective.rows(name)[0] - shift
+        order = _rotary_order(t.shape[1], heads)
+        yield w if order is None else _unpermuted(w, order)
+        return
+    for row0, n in pieces(t, t.shape[0] // heads if heads else 1):
+        w = effective.rows(name, row0, n)
+        order = _rotary_order(t.shape[0], heads)
+        yield w if order is None else _unpermuted(w, order[row0 : row0 + n] - row0)
+
+
+def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
+    """int32 [rows]: canonical place of each row of the file, None where they agree."""
+    return TensorInfo("", "", rows, 1, False, 1.0, heads).source_to_canonical()
+
+
+def _unpermuted(w: np.ndarray, order: np.ndarray) -> np.ndarray:
+    out = np.empty_like(w)
+    out[order] = w
+    return out
+
+
+def write_safetensors(effective: Effective, folder: Path, dtype: str, shard: int = SHARD_BYTES) -> list[str]:
+    """Merged weights in Hugging Face layout with configuration, tokenizer and chat template; returns the file names.
+
+    dtype: BF16, F16 or F32. shard: bytes of the largest weights file. ``config.json`` and the weights' metadata name
+    the base by its hash (case 5). A tied head is not written, and ``tie_word_embeddings`` says so (case 6).
+    """
+    base = effective.base
+    origin = {"base": base.sha256(), "generation": int(effective.delta.generation)}
+    documents = {
+        "config.json": {**hf_layout.config(base, DTYPES[dtype]), "edgees": origin},
+        "generation_config.json": hf_layout.generation_config(base),
+        "tokenizer.json": hf_layout.tokenizer(base),
+        "tokenizer_config.json": hf_layout.tokenizer_config(base),
+        "special_tokens_map.json": hf_layout.special_tokens_map(base),
+    }
+
+    def saved(name: str, other: str) -> _Saved:
+        t = base.tensors[name]
+
+        def produce() -> Iterator[np.ndarray]:
+            return (to_float(w, dtype, name) for w in _canonical(effective, name))
+
+        return _Saved(other, dtype, (t.shape[1],) if t.vector else t.shape, produce)
+
+    tensors = [saved(name, other) for name, other in _hf_names(base).items()]
+    shards: list[list[_Saved]] = [[]]
+    for t in tensors:
+        if shards[-1] and sum(s.nbytes for s in shards[-1]) + t.nbytes > shard:
+            shards.append([])
+        shards[-1].append(t)
+    total = sum(t.nbytes for t in tensors)
+    require_space(folder / "model.safetensors", total)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for file_name, part in zip(names, shards, strict=True):
+        _save(folder / file_name, part, {"edgees": json.dumps(origin)})
+    if len(shards) > 1:
+        where = {t.name: file_name for file_name, part in zip(names, shards, strict=True) for t in part}
+        documents["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": where}
+    for file_name, document in documents.items():
+        data = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
+        with atomic_file(folder / file_name, len(data)) as file:
+            file.write(data)
+    return [*names, *documents]
+
+
+class _Loaded:
+    """Tensors of the safetensors files in a folder, mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.entries: dict[str, tuple[Path, str, list[int], int, int]] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    self.entries[name] = (path, entry["dtype"], entry["shape"], 8 + size + begin, end - begin)
+
+    def raw(self, name: str) -> np.ndarray:
+        path, _, _, offset, nbytes = self.entries[name]
+        return np.memmap(path, np.uint8, "r", offset, (nbytes,))
+
+
+def check_safetensors(effective: Effective, folder: Path, dtype: str, names: Sequence[str]) -> dict[str, Any]:
+    """Names, shapes, dtype and every byte of the weights against the scored model rounded once."""
+    base, loaded = effective.base, _Loaded(folder)
+    wanted = {other: name for name, other in _hf_names(base).items()}
+    shapes = {
+        other: [base.tensors[name].shape[1]] if base.tensors[name].vector else list(base.tensors[name].shape)
+        for other, name in wanted.items()
+    }
+    weights = True
+    for other, name in wanted.items() if shapes == {n: e[2] for n, e in loaded.entries.items()} else ():
+        raw, at = loaded.raw(other), 0
+        for w in _canonical(effective, name):
+            piece = to_float(w, dtype, name)
+            weights &= bool(np.array_equal(raw[at : at + piece.size], piece))
+            at += piece.size
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "tensors": shapes == {n: e[2] for n, e in loaded.entries.items()},
+        "types": all(e[1] == dtype for e in loaded.entries.values()),
+        "weights": weights,
+        "tied_head": config["tie_word_embeddings"] == ("lm_head.weight" not in loaded.entries) == base.tied,
+        "files": all((folder / name).is_file() for name in names),
+    }
+
+
+def to_gguf(base: GgufFile, folder: Path, target: Path) -> None:
+    """The safetensors in ``folder`` as GGUF again, as llama.cpp's converter would make it (rotary order included)."""
+    loaded = _Loaded(folder)
+
+    def produce(name: str, other: str) -> Producer:
+        def stream() -> Iterator[np.ndarray]:
+            t, dtype = base.tensors[name], loaded.entries[other][1]
+            n = t.shape[1] if t.vector else t.shape[0]
+            heads = hf_layout.rope_permuted(base.arch, name, base.metadata)
+            raw = loaded.raw(other).reshape(n, -1)
+            if t.vector:
+                w = blocks.decode_numpy(dtype, np.asarray(raw), 1, n)[0] + np.float32(
+                    hf_layout.norm_shift(base.arch, name)
+                )
+                yield _permuted(w, heads).view(np.uint8)
+                return
+            step = n // heads if heads else max(1, (1 << 22) // t.shape[1])
+            for row in range(0, n, step):
+                yield _permuted(np.asarray(raw[row : row + step]), 1 if heads else 0)
+
+        return stream
+
+    replace = {}
+    for name, other in _hf_names(base).items():
+        kind = "F32" if base.tensors[name].vector else loaded.entries[other][1]
+        replace[name] = (kind, produce(name, other))
+    write_like(base, target, replace)
+
+
+def _permuted(w: np.ndarray, heads: int) -> np.ndarray:
+    """``LlamaModel.permute`` of llama.cpp's conversion/llama.py."""
+    if not heads:
+        return np.ascontiguousarray(w)
+    split = w.reshape(heads, 2, len(w) // heads // 2, *w.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(w.shape)
+
+
+# ---- adapter
+def write_adapter(run: Run, folder: Path, gguf: str) -> list[str]:
+    """The delta of an ``adapter`` run as LoRA: ``gguf`` for llama.cpp, two files for PEFT; exact, in float32.
+
+    delta = A B^T with B of +-1, and the scale is 1 (alpha = rank).
+    :raises UsageError: another view, or a run that tuned what no LoRA holds (norms, an embedding that is the head too).
+    """
+    base, delta = run.base, run.delta
+    spec = delta.spec
+    if spec.view != "adapter":
+        scope = "full" if spec.view == "refined" else spec.view
+        raise UsageError(
+            f"{run.folder} was tuned with --scope {scope}, whose delta is no low-rank adapter",
+            "export --to gguf or safetensors; or tune with --scope adapter",
+        )
+    held = [info for info in spec.tensors if _fits_lora(run, info)]
+    if not held:
+        raise UsageError(f"{run.folder} tuned no matrix that an adapter could hold")
+    rank = spec.factors
+    tensors: list[NewTensor] = []
+    saved: list[_Saved] = []
+    for info in held:
+        module = f"base_model.model.{info.name.removesuffix('.weight')}"
+        a: Make = partial(delta.factors, info.name)
+        b: Make = partial(noise.pool, spec.seed, info.id, info.cols, rank)
+
+        def left(a: Make = a, info: TensorInfo = info) -> np.ndarray:
+            """A in the file's row order."""
+            order = info.source_to_canonical()
+            return np.asarray(a() if order is None else a()[order])
+
+        def flat(a: Make = a) -> np.ndarray:
+            return np.asarray(a().T)
+
+        def turned(b: Make = b) -> np.ndarray:
+            return np.asarray(b().T)
+
+        if info.source == "token_embd.weight":  # an embedding is looked up, not multiplied with
+            parts: list[tuple[str, tuple[int, int], Make]] = [
+                ("a", (rank, info.rows), left),
+                ("b", (rank, info.cols), b),
+            ]
+            saved += [
+                _Saved(f"{module}.lora_embedding_A", "F32", (rank, info.rows), _float32(flat)),
+                _Saved(f"{module}.lora_embedding_B", "F32", (info.cols, rank), _float32(b)),
+            ]
+        else:
+            parts = [("a", (info.cols, rank), turned), ("b", (rank, info.rows), left)]
+            saved += [
+                _Saved(f"{module}.lora_A.weight", "F32", (rank, info.cols), _float32(turned)),
+                _Saved(f"{module}.lora_B.weight", "F32", (info.rows, rank), _float32(a)),
+            ]
+        tensors += [NewTensor(f"{info.source}.lora_{x}", "F32", dims, _float32(make)) for x, dims, make in parts]
+    name = str(base.metadata.get("general.name", base.arch))
+    keys: dict[str, Any] = {
+        "general.type": "adapter", "general.architecture": base.arch, "general.name": f"{name} edgees",
+        "adapter.type": "lora", "adapter.lora.alpha": float(rank),
+        "edgees.base": base.sha256(), "edgees.generation": int(delta.generation),
+    }  # fmt: skip
+    write_all(folder / gguf, [pack_kv(key, value) for key, value in keys.items()], tensors)
+    if any(info.name.startswith("gguf:") for info in held):
+        return [gguf]  # an architecture without Hugging Face names
+    origin = {"base": base.sha256(), "generation": str(delta.generation)}
+    _save(folder / "adapter_model.safetensors", saved, {f"edgees.{key}": value for key, value in origin.items()})
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": _origin(base), "r": rank,
+        "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "modules_to_save": None, "target_modules": _modules(base, held),
+    }  # fmt: skip
+    data = json.dumps(settings, ensure_ascii=False, indent=2).encode() + b"\n"
+    with atomic_file(folder / "adapter_config.json", len(data)) as file:
+        file.write(data)
+    return [gguf, "adapter_config.json", "adapter_model.safetensors"]
+
+
+def _float32(make: Make) -> Producer:
+    return lambda: iter([np.ascontiguousarray(make(), np.float32)])
+
+
+def _fits_lora(run: Run, info: TensorInfo) -> bool:
+    """False for a tensor that did not move and that no LoRA holds. :raises UsageError: it did move."""
+    reason = ""
+    if info.vector:
+        reason = "a vector" if run.delta.vector(info.name).any() else ""
+    elif info.source == "token_embd.weight" and run.base.tied:
+        reason = "the embedding and the head at once" if run.delta.factors(info.name).any() else ""
+    else:
+        return True
+    if reason:
+        raise UsageError(
+            f"{run.folder} also tuned {info.name}, which is {reason}: no LoRA holds that",
+            "export --to gguf or safetensors, which hold everything; or tune matrices only: --params proj",
+        )
+    return False
+
+
+def _modules(base: GgufFile, held: Sequence[TensorInfo]) -> list[str]:
+    """PEFT's target_modules: last parts of names where all modules of that name are meant, else full names."""
+    names = {info.name.removesuffix(".weight") for info in held}
+    everything = {
+        other.removesuffix(".weight") for name, other in _hf_names(base).items() if not base.tensors[name].vector
+    }
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    covered = {name for name in everything if name.rsplit(".", 1)[-1] in short}
+    return sorted(short if covered == names else names)
+
+
+def _origin(base: GgufFile) -> str:
+    for key in ("general.repo_url", "general.source.url", "general.base_model.0.repo_url"):
+        url = str(base.metadata.get(key, ""))
+        if "huggingface.co/" in url:
+            return url.split("huggingface.co/", 1)[1]
+    return str(base.metadata.get("general.name", base.path.name))
