@@ -379,3 +379,60 @@ def show_rehearsal(found: Mapping[str, Any], as_json: bool) -> None:
         "all is well; nothing was written",
     ]
     click.echo("\n".join(lines))
+
+
+@cli.command(name="eval")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--task", metavar="TEXT", help="Another task than the run's own.")
+@click.option("--rows", type=click.IntRange(min=0), default=0, metavar="N", help="Held-out rows to use; 0: all.")
+@click.option("--last", is_flag=True, help="The last weights instead of the best on held-out rows.")
+@json_option
+def evaluate(run: Path, task: str | None, rows: int, last: bool, as_json: bool) -> None:
+    """Base against tuned on held-out rows, from outside: exported, and run by plain llama.cpp on the CPU."""
+    from edgees import evaluate as judging
+
+    with one_document(as_json) as document:
+        weights = "last" if last else "best"
+        result = judging.evaluate(run, task=task, rows=rows, weights=weights, say=progress_note)
+        document |= result
+        for line in [] if as_json else judging.lines(result):
+            click.echo(line)
+    judging.require_agreement(result)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Choice(["gguf", "safetensors", "adapter"]), help="What to write.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder (gguf: or a file NAME.gguf).")
+@click.option(
+    "--type",
+    "type_name",
+    metavar="TYPE",
+    help="gguf: F32, F16, BF16, Q8_0 (default unless the base is of floats: what was scored, at half of F16), Q4_0, "
+    "Q4_1, Q5_0, Q5_1, Q4_K_M and other K mixes (re-rounded: scored again, the loss is said), same. "
+    "safetensors: BF16 (default), F16, F32.",
+)
+@click.option("--last", is_flag=True, help="The last weights instead of the best on held-out rows.")
+@click.option("--verify", is_flag=True, help="Load the result in plain llama.cpp and compare it with what was scored.")
+@click.option("--force", is_flag=True, help="Replace files that are there already.")
+@json_option
+def export(
+    run: Path, to: str, out: Path, type_name: str | None, last: bool, verify: bool, force: bool, as_json: bool
+) -> None:
+    """Write the tuned model: GGUF for llama.cpp, safetensors for Hugging Face, or a LoRA adapter (adapter scope)."""
+    from edgees import export as exporting
+
+    with one_document(as_json) as document:
+        result = exporting.export(
+            run, to, out, type_name=type_name, weights="last" if last else "best", force=force, verify=verify,
+            say=progress_note,
+        )  # fmt: skip
+        document |= result
+        for line in [] if as_json else exporting.lines(result):
+            click.echo(line)
+    exporting.require_verified(result)
+
+
+def progress_note(text: str) -> None:
+    """What is being done, for those who wait: to standard error."""
+    click.echo(text, err=True)
