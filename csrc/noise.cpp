@@ -101,7 +101,9 @@ void dither_row(uint64_t key, uint32_t tensor, uint32_t row, int64_t cols, float
     const int64_t m = cols - j < kChunk ? cols - j : kChunk;
     kernels().philox(key, row, tensor, kStreamDither, static_cast<uint32_t>(j / 8), (m + 7) / 8,
                      words);
-    for (int64_t i = 0; i < m; ++i) out[j + i] = dither_value(half_word(words, i));
+    uint16_t half[kChunk];  // words are little-endian: the low half comes first
+    memcpy(half, words, static_cast<size_t>(half_word_count(m)) * sizeof(uint32_t));
+    for (int64_t i = 0; i < m; ++i) out[j + i] = dither_value(half[i]);
   }
 }
 

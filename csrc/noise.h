@@ -42,7 +42,7 @@ EDGEES_HD inline int32_t normal_integer(const int32_t* table, uint32_t h) {
 }
 // Uniform in (0, 1), exact in float32.
 EDGEES_HD inline float dither_value(uint32_t h) {
-  return static_cast<float>(2 * h + 1) * (1.0f / 131072.0f);
+  return static_cast<float>(static_cast<int32_t>(2 * h + 1)) * (1.0f / 131072.0f);
 }
 
 // Whether kind, rank and shape make sense; a vector is row 0 alone.

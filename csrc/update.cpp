@@ -1,6 +1,6 @@
 // The step: one generation's pairs added to the exact delta, or to the factors of an adapter.
 #include <cstring>
-#include <new>
+#include <exception>
 #include <vector>
 
 #include "api.h"
@@ -89,7 +89,7 @@ int edgees_delta_apply(float* delta, int64_t rows, int64_t cols, int64_t row0, u
   };
   parallel_for(parts(rows, tall) * across, patch);
   return 0;
-} catch (const std::bad_alloc&) {
+} catch (const std::exception&) {
   return EDGEES_E_ARGUMENT;
 }
 
@@ -118,7 +118,7 @@ int edgees_factors_apply(float* a, int64_t rows, int64_t factors, uint32_t tenso
     }
   });
   return 0;
-} catch (const std::bad_alloc&) {
+} catch (const std::exception&) {
   return EDGEES_E_ARGUMENT;
 }
 }
