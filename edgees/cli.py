@@ -369,10 +369,11 @@ def show_rehearsal(found: Mapping[str, Any], as_json: bool) -> None:
     from edgees.report import duration, number, size
 
     sample = found["sample"]
+    answer = sample["answer"] if len(sample["answer"]) <= 60 else sample["answer"][:60] + "..."
     lines = [
         f"model:     {found['model']}, {found['weights']:,} weights in {found['tensors']} tensors are tuned",
         f"task:      {found['task']}, {found['train']} rows to train on, {found['heldout']} held out",
-        f"sample:    {sample['row']}: reward {number(sample['reward'])} for {sample['answer']!r}",
+        f"sample:    {sample['row']}: reward {number(sample['reward'])} for {answer!r}",
         f"disk:      {size(found['disk_bytes'])}",
         f"time:      about {duration(found['seconds'])}",
         *found["warnings"],

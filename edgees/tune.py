@@ -138,7 +138,7 @@ def rehearse(
     """Everything that can go wrong before a run, tried without writing anything (``tune --dry-run``).
 
     Returns, JSON-ready: model, task, train, heldout (rows), tensors, weights, frozen, disk_bytes, generations,
-    seconds (expected; None where only the time limits the run), sample ({"row", "answer", "reward"}), warnings.
+    seconds (expected), sample ({"row", "answer", "reward"}), warnings.
     """
     with ExitStack() as stack:
         setup = _open(config, engine, task, scorer, stack)
@@ -152,7 +152,7 @@ def rehearse(
             "model": c.model, "task": task.name, "train": len(task.train), "heldout": len(task.heldout),
             "tensors": len(spec.tensors), "weights": sum(t.size for t in spec.tensors),
             "frozen": len(setup.engine.frozen), "disk_bytes": disk, "generations": c.max_generations,
-            "seconds": costs.of_run(setup, 0), "sample": sample,
+            "seconds": costs.of_run(setup), "sample": sample,
             "warnings": [*task.warnings, *_frozen(setup.engine)],
         }  # fmt: skip
 
@@ -347,16 +347,16 @@ class Costs:
     reply: float
     loglik: float
 
-    def of_run(self, setup: _Setup, generation: int) -> float | None:
-        """Seconds from ``generation`` to the end, evaluations included; None where the time is the only limit."""
+    def of_run(self, setup: _Setup) -> float:
+        """Seconds that a run will take, evaluations included."""
         c, total = setup.config, setup.config.max_generations
         if total is None:
-            return None
+            return c.time
         seconds = 0.0
-        for g in range(generation, total):
+        for g in range(total):
             weight = loglik_weight(g / total, c.loglik, c.loglik_hold, c.loglik_end)
             seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * 2 * c.pairs * c.rows
-        evaluations = 2 + ((total - generation) // c.eval_every if c.eval_every else 0)
+        evaluations = 2 + (total // c.eval_every if c.eval_every else 0)
         seconds += evaluations * len(setup.heldout()) * self.reply
         return min(seconds, c.time) if c.time else seconds
 
@@ -489,18 +489,16 @@ class _Run:
 
     def foretell(self) -> None:
         """Say how long it will take: by the pace so far, before there is any by a short probe."""
-        lines = self.history.lines
+        done, total, spent = self.history.generation, self.config.max_generations, self.history.seconds()
         if self.over():
             return
-        if lines:
-            pace = self.history.seconds() / len(lines)
-            total = self.config.max_generations
-            seconds = None if total is None else pace * (total - len(lines))
-        else:
-            seconds = probe(self.setup)[0].of_run(self.setup, 0)
+        if not done:
+            seconds = probe(self.setup)[0].of_run(self.setup)
             self.stop.check()
-        if seconds is None:
-            seconds = self.config.time - self.history.seconds()
+        elif total is None:
+            seconds = self.config.time - spent
+        else:
+            seconds = spent / done * (total - done)
         self.observer.on_message(f"expected time: about {report.duration(seconds)}")
 
     def lap(self, phase: str) -> None:

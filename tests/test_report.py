@@ -34,11 +34,16 @@ FIRST = {
     "shrink": 0.5,
     "excluded": 2,
     "tokens": 1500,
+    "tokens_per_second": 150.0,
+    "distinct": 20,
+    "majority": 0.625,
     "seconds": 10.0,
     "peak_rss_bytes": 612_000_000,
 }
 SECOND = FIRST | {"generation": 2, "reward": 0.375, "excluded": 0}
-LAST = {"generation": 2, "heldout": 0.5, "heldout_se": 0.125, "best": True}
+LAST = {
+    "generation": 2, "heldout": 0.5, "heldout_se": 0.125, "best": True, "heldout_distinct": 3, "heldout_majority": 0.9,
+}  # fmt: skip
 END = {
     "run": "runs/x y",
     "generations": 2,
@@ -74,6 +79,7 @@ def test_plain_lines_carry_the_figures() -> None:
     ]
     assert re.fullmatch(
         r"generation 1/2: reward 0\.312 \+- 0\.050, shrink 0\.50, 2 rewards excluded, "
+        r"20 different answers \(62% the same\), "
         r"150 tok/s, 612 MB, 10 s, \d+\.\d s left",
         lines[3],
     )
@@ -202,7 +208,8 @@ def test_the_page_says_what_how_and_what_next(run: Path) -> None:
     assert page.startswith("# my run\n")
     assert "`m.gguf` tuned on `home`" in page
     assert "| difference | +0.250 |" in page
-    assert "| 2 | 0.500 | 0.125 |" in page
+    assert "| 0 | 0.250 | 0.062 | - | - |" in page
+    assert "| 2 | 0.500 | 0.125 | 3 | 90% |" in page  # case 30
     assert "edgees export 'my run' --to gguf --out 'my run-gguf' --verify" in page
     assert "](plots/reward.png)" in page
 
