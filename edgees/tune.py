@@ -356,7 +356,7 @@ class Costs:
         for g in range(total):
             weight = loglik_weight(g / total, c.loglik, c.loglik_hold, c.loglik_end)
             seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * 2 * c.pairs * c.rows
-        evaluations = 2 + (total // c.eval_every if c.eval_every else 0)
+        evaluations = 1 + -(-total // (c.eval_every or total))
         seconds += evaluations * len(setup.heldout()) * self.reply
         return min(seconds, c.time) if c.time else seconds
 
