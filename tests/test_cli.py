@@ -29,6 +29,7 @@ from edgees.errors import (
 )
 
 Raises = Callable[[BaseException], None]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def edgees_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def edgees_process(*arguments: str, **options: Any) -> subprocess.CompletedProce
         text=True,
         timeout=300,
         check=False,
-        **options,
+        **{"env": {**os.environ, "PYTHONPATH": str(ROOT)}, **options},
     )
 
 
@@ -54,7 +55,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "tune", "resume", "eval", "export", "replay", "estimate", "report"):
+    for command in ("doctor", "tune", "resume", "eval", "export", "replay", "report"):
         assert f"\n  {command} " in done.stdout
 
 
@@ -199,6 +200,123 @@ def test_options_reach_the_configuration(arguments: list[str], expected: dict[st
     settings = config.load(None, cli.given(flags))
     assert settings == config.load(None, expected)
     assert settings.given == frozenset(expected)
+
+
+# --- tune, resume, replay, report -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, with a blank and a letter beyond ASCII in its name, that holds rows, a scorer and a configuration."""
+    folder = tmp_path / "mein Förderprojekt"
+    folder.mkdir()
+    rows = [{"prompt": f"question {i}", "answer": "1.5"} for i in range(12)]
+    # Case 31: a byte-order mark, CRLF and empty lines are fine.
+    text = "\ufeff" + "\r\n\r\n".join(json.dumps(row) for row in rows)
+    (folder / "rows.jsonl").write_bytes(text.encode())
+    (folder / "score.py").write_text(
+        "def near(prompts, completions, **columns):\n"
+        "    print('the scorer speaks')\n"
+        "    return [-abs(float(text) - 1.5) for text in completions]\n"
+    )
+    (folder / "run.toml").write_text(
+        'engine = "toy"\nmodel = "toy"\ntask = "jsonl:rows.jsonl"\nreward = "score.py:near"\n'
+        "pairs = 2\nrows = 2\ngenerations = 2\n"
+    )
+    monkeypatch.chdir(folder)
+    return folder
+
+
+KEYS = ("run", "generations", "base", "best", "seconds", "peak_rss_bytes")
+
+
+def test_a_run_from_the_shell(project: Path) -> None:
+    """Cases 14, 31, 34 and 36: plain lines, one document, exit codes, and files that another command accepts."""
+    done = edgees_process("tune", "run.toml", "--run", "mein Lauf")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(": 2 generations, 4 members x 2 rows")
+    assert lines[1] == "run folder: mein Lauf"
+    assert [line.partition(":")[0] for line in lines[2:6]] == [
+        "expected time",
+        "held-out score of the base",
+        "generation 1/2",
+        "generation 2/2",
+    ]
+    assert lines[-1] == "next: edgees eval 'mein Lauf'"
+    assert not [c for c in done.stdout if ord(c) < 32 and c != "\n"]
+    assert "the scorer speaks" not in done.stdout
+    for name in ("config.resolved.toml", "history.jsonl", "metrics.jsonl", "metrics.csv", "delta.safetensors",
+                 "best/delta.safetensors", "plots/reward.png", "README.md", "traces/000000.jsonl"):  # fmt: skip
+        assert (project / "mein Lauf" / name).stat().st_size > 0, name
+
+    done = edgees_process("resume", "mein Lauf", "--json", cwd="/", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "there is no run folder" in done.stderr
+    done = edgees_process("resume", "mein Lauf", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and set(found) >= set(KEYS)
+    assert (found["run"], found["generations"]) == ("mein Lauf", 2)
+    assert found["best"] >= found["base"] and found["peak_rss_bytes"] > 10_000_000
+
+    done = edgees_process("replay", "mein Lauf/history.jsonl", "--model", "toy", "--out", "again")
+    assert done.stdout == "again: 2 generation(s) rebuilt from mein Lauf/history.jsonl\n", done.stderr
+    for name in ("delta.safetensors", "best/delta.safetensors", "history.jsonl"):
+        assert (project / "again" / name).read_bytes() == (project / "mein Lauf" / name).read_bytes()
+
+    done = edgees_process("report", "again", "--json")
+    assert [Path(file).name for file in json.loads(done.stdout)["files"]] == ["metrics.csv", "reward.png", "README.md"]
+
+
+def test_flags_win_and_json_is_one_line(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["tune", "run.toml", "--generations", "1", "--run", "a", "--no-shrink", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 1 and json.loads(out)["generations"] == 1
+    assert "generation 1/1" in err
+    resolved = config.load(project / "a" / "config.resolved.toml")
+    assert (resolved.generations, resolved.shrink, resolved.pairs) == (1, False, 2)
+    assert cli.run(["report", "a"]) == 0
+    out, _ = capfd.readouterr()
+    assert out.startswith("base:        ") and out.endswith("README.md\n")
+
+
+def test_a_dry_run_writes_nothing(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = sorted(project.iterdir())
+    assert cli.run(["tune", "run.toml", "--dry-run"]) == 0
+    out, _ = capfd.readouterr()
+    assert "10 rows to train on, 2 held out" in out and out.endswith("all is well; nothing was written\n")
+    assert cli.run(["tune", "run.toml", "--dry-run", "--json"]) == 0
+    out, _ = capfd.readouterr()
+    assert json.loads(out)["weights"] == 324
+    assert [path for path in sorted(project.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["tune", "absent.toml"], 2, "no configuration file absent.toml"),
+        (["tune", "run.toml", "--sigma", "big"], 2, "command line: sigma = "),
+        (["tune", "run.toml", "--task", "jsonl:absent.jsonl"], 2, "absent.jsonl"),
+        (["tune", "run.toml", "--task", "jsonl:broken.jsonl"], 2, "broken.jsonl:2: "),
+        (["tune", "run.toml", "--reward", "absent.py"], 2, "scorer file not found"),
+        (["tune", "run.toml", "--reward", "score.py:far"], 4, "has no function 'far'; it has: near"),
+        (["tune", "run.toml", "--reward", "bad.py"], 4, "returned 1 rewards for 2 completions"),
+        (["tune", "run.toml", "--engine", "llamacpp", "--model", "absent.gguf"], 2, "no model file absent.gguf"),
+        (["tune", "run.toml", "--run", "score.py"], 2, "score.py is a file, not a folder"),
+        (["resume", "absent"], 2, "there is no run folder absent"),
+        (["resume", "."], 2, "history.jsonl is missing"),
+        (["replay", "absent", "--model", "toy", "--out", "o"], 2, "absent is missing"),
+        (["report", "."], 2, "there is no run in ."),
+    ],
+)
+def test_bad_input_has_its_code_and_its_words(
+    project: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    (project / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": NaN}\n')
+    (project / "bad.py").write_text("def reward(completions, **columns):\n    return [0.0]\n")
+    assert cli.run(arguments) == code
+    out, err = capfd.readouterr()
+    assert out == "" and told in err and "Traceback" not in err
+    assert not (project / "runs").exists() and not (project / "o").exists()
 
 
 # --- models -------------------------------------------------------------------------------------------------------

@@ -161,3 +161,21 @@ def test_paths_in_a_file_lie_beside_it(tmp_path: Path) -> None:
     assert config.model == str(tmp_path / "m.gguf")
     assert config.eval_data == "no.jsonl"
     assert load(None, {"model": "m.gguf"}).model == "m.gguf"
+
+
+def test_paths_are_made_absolute_and_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("score.py", "rows.jsonl", "m.gguf", "home", "exact"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    settings = {"task": "jsonl:rows.jsonl", "reward": ("score.py:f*0.5", "exact", "no.py"), "model": "m.gguf"}
+    config = load(None, settings).absolute()
+    assert config.task == f"jsonl:{tmp_path}/rows.jsonl" and config.model == f"{tmp_path}/m.gguf"
+    assert config.reward == (f"{tmp_path}/score.py:f*0.5", "exact", "no.py")
+    assert load(None, {}).absolute() == Config()  # the task home is no file, whatever lies there
+    assert config.public(free=False)["reward"] == ["score.py:f*0.5", "exact", "no.py"]
+    assert differences(config.public(free=False), load(None, settings), free=False) == []
+    other = load(None, {**settings, "task": "jsonl:others.jsonl", "model": "other.gguf", "threads": 3})
+    assert differences(config.public(free=False), other, free=False) == [
+        'task: "jsonl:rows.jsonl" -> "jsonl:others.jsonl"'
+    ]
+    assert "model" not in config.public(free=False) and "run" not in config.public(free=False)
