@@ -189,8 +189,9 @@ def agreement(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
 def examples(rows: Sequence[Row], base: Answers, tuned: Answers, count: int = EXAMPLES) -> list[dict[str, Any]]:
     """Answers that changed: those that gained most and, a third of them, those that lost most."""
     change = np.nan_to_num(tuned.rewards - base.rewards)
-    changed = [i for i in range(len(rows)) if base.completions[i] != tuned.completions[i]]
-    order = sorted(changed, key=lambda i: -change[i])
+    order = sorted(
+        (i for i in range(len(rows)) if base.completions[i] != tuned.completions[i]), key=lambda i: -change[i]
+    )
     losses = [i for i in reversed(order) if change[i] < 0][: count // 3]
     shown = [*[i for i in order if i not in losses][: count - len(losses)], *losses]
     return [
@@ -344,5 +345,6 @@ def _number(value: float | None, sign: str = "") -> str:
 
 
 def _short(text: str, width: int = 100) -> str:
-    flat = " ".join(text.split())
+    """One line of it, fit for a terminal: a model may write control characters."""
+    flat = "".join(c if c.isprintable() else "·" for c in " ".join(text.split()))
     return flat if len(flat) <= width else flat[: width - 3] + "..."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgees import config
+from edgees import config, model_path
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.checkpoint import RunFolder
 from edgees.delta import Delta, DeltaSpec
@@ -20,7 +20,10 @@ def make_run(
     given = {"model": str(model), "run": str(run), "scope": scope, "pairs": 4, "seed": 7, "factors": 8, **options}
     settings = config.load(None, given)
     view = settings.view
-    with LlamaCppEngine(model, params=settings.params or None) as engine, RunFolder.create(settings) as folder:
+    with (
+        LlamaCppEngine(model_path.resolve(str(model)), params=settings.params or None) as engine,
+        RunFolder.create(settings) as folder,
+    ):
         spec = DeltaSpec(
             tuple(engine.tensors), view, settings.bits if view == "refined" else 0,
             settings.factors if view == "adapter" else 0, settings.noise, settings.rank, settings.seed,
