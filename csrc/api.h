@@ -1,5 +1,5 @@
-// The whole C interface. Functions return 0 or an EDGEES_E_ code unless they say otherwise; pointers
-// are to contiguous host memory; rows are canonical (Hugging Face) unless they say "file".
+// The whole C interface. Functions return 0 or an EDGEES_E_ code unless they say otherwise;
+// pointers are to contiguous host memory; rows are canonical (Hugging Face) unless they say "file".
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -72,29 +72,29 @@ int edgees_effective(int type, const void* base, int64_t rows, int64_t cols, int
 
 // product.cpp: y = x W^T of one tuned tensor for columns of mixed members
 struct edgees_tensor {
-    int type;              // GGUF type of base
-    int heads;             // rows are stored permuted for rotary embeddings (0: they are not)
-    int64_t rows, cols;    // of the matrix; a vector has rows == 1
-    const void* base;      // file rows
-    int64_t row_stride;    // bytes between file rows
-    uint32_t id;           // canonical tensor id
-    float rho;             // RMS of the base
-    int bits;              // residual plane: 0 none, 2, 4, 8
-    int span;              // its span exponent
-    const uint8_t* plane;  // file rows
-    int factors;           // adapter: columns of a and of the pool; 0 none
-    const float* a;        // [rows][factors], canonical rows
-    const uint32_t* pool;  // [factors][(cols+127)/128*4] packed signs
-    const float* delta;    // vectors: [cols]
-    int lattice;           // base is a private copy on the lattice: nothing else to add
+  int type;              // GGUF type of base
+  int heads;             // rows are stored permuted for rotary embeddings (0: they are not)
+  int64_t rows, cols;    // of the matrix; a vector has rows == 1
+  const void* base;      // file rows
+  int64_t row_stride;    // bytes between file rows
+  uint32_t id;           // canonical tensor id
+  float rho;             // RMS of the base
+  int bits;              // residual plane: 0 none, 2, 4, 8
+  int span;              // its span exponent
+  const uint8_t* plane;  // file rows
+  int factors;           // adapter: columns of a and of the pool; 0 none
+  const float* a;        // [rows][factors], canonical rows
+  const uint32_t* pool;  // [factors][(cols+127)/128*4] packed signs
+  const float* delta;    // vectors: [cols]
+  int lattice;           // base is a private copy on the lattice: nothing else to add
 };
 struct edgees_member {
-    uint64_t key;
-    float amplitude;  // 0: the unperturbed centre
-    uint32_t slot;
+  uint64_t key;
+  float amplitude;  // 0: the unperturbed centre
+  uint32_t slot;
 };
 struct edgees_noise_kind {
-    int kind, rank;
+  int kind, rank;
 };
 // y[c][row] for columns c = 0..n-1; member[c] indexes members; x[c], y[c] are the columns.
 int edgees_product(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,

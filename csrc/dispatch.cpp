@@ -10,51 +10,51 @@ namespace edgees {
 namespace {
 
 struct Arm {
-    const Kernels* table;
-    bool usable;
+  const Kernels* table;
+  bool usable;
 };
 
 // __builtin_cpu_supports reads CPUID *and* XGETBV: an arm counts only where the operating system
 // saves its registers.
 int arms(Arm* out) {
-    int n = 0;
+  int n = 0;
 #if defined(__x86_64__) || defined(_M_X64)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
-    out[n++] = {&kernels_avx512, avx512};
-    out[n++] = {&kernels_avx2, avx2};
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  out[n++] = {&kernels_avx512, avx512};
+  out[n++] = {&kernels_avx2, avx2};
 #elif defined(__aarch64__)
-    out[n++] = {&kernels_neon, true};
+  out[n++] = {&kernels_neon, true};
 #endif
-    out[n++] = {&kernels_scalar, true};
-    return n;
+  out[n++] = {&kernels_scalar, true};
+  return n;
 }
 
 const Kernels* active = nullptr;
 std::once_flag once;
 
 const Kernels* find(const char* name) {
-    Arm a[4];
-    const int n = arms(a);
-    for (int i = 0; i < n; ++i) {
-        if (a[i].usable && (!name || !*name || strcmp(name, a[i].table->name) == 0)) {
-            return a[i].table;
-        }
+  Arm a[4];
+  const int n = arms(a);
+  for (int i = 0; i < n; ++i) {
+    if (a[i].usable && (!name || !*name || strcmp(name, a[i].table->name) == 0)) {
+      return a[i].table;
     }
-    return nullptr;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 const Kernels& kernels() {
-    std::call_once(once, [] {
-        if (!active) active = find(std::getenv("EDGEES_ISA"));
-        if (!active) active = find(nullptr);  // the loader in Python refuses an unknown EDGEES_ISA
-    });
-    return *active;
+  std::call_once(once, [] {
+    if (!active) active = find(std::getenv("EDGEES_ISA"));
+    if (!active) active = find(nullptr);  // the loader in Python refuses an unknown EDGEES_ISA
+  });
+  return *active;
 }
 
 }  // namespace edgees
@@ -63,23 +63,23 @@ extern "C" {
 int edgees_abi(void) { return EDGEES_ABI; }
 const char* edgees_isa(void) { return edgees::kernels().name; }
 const char* edgees_isas(void) {
-    static char text[64];
-    text[0] = 0;
-    edgees::Arm a[4];
-    const int n = edgees::arms(a);
-    for (int i = 0; i < n; ++i) {
-        if (!a[i].usable) continue;
-        if (text[0]) strcat(text, " ");
-        strcat(text, a[i].table->name);
-    }
-    return text;
+  static char text[64];
+  text[0] = 0;
+  edgees::Arm a[4];
+  const int n = edgees::arms(a);
+  for (int i = 0; i < n; ++i) {
+    if (!a[i].usable) continue;
+    if (text[0]) strcat(text, " ");
+    strcat(text, a[i].table->name);
+  }
+  return text;
 }
 int edgees_set_isa(const char* name) {
-    edgees::kernels();
-    const edgees::Kernels* found = edgees::find(name);
-    if (!found) return EDGEES_E_ARGUMENT;
-    edgees::active = found;
-    return 0;
+  edgees::kernels();
+  const edgees::Kernels* found = edgees::find(name);
+  if (!found) return EDGEES_E_ARGUMENT;
+  edgees::active = found;
+  return 0;
 }
 void edgees_set_threads(int n) { edgees::set_threads(n); }
 int edgees_threads(void) { return edgees::threads(); }

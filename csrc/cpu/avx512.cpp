@@ -23,8 +23,8 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_avx512 = {"avx512", L, philox, add_signs, add_normals, sign_dot, decode,
-                              cells, add_plane, tile, decay_add};
+const Kernels kernels_avx512 = {"avx512", L,     philox,    add_signs, add_normals, sign_dot,
+                                decode,   cells, add_plane, tile,      decay_add};
 }  // namespace edgees
 #pragma GCC pop_options
 #endif

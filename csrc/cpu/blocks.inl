@@ -17,15 +17,59 @@ EDGEES_INLINE void affine(const int8_t* q, int n, float scale, float offset, flo
     }
 }
 
+#if defined(EDGEES_ARM_AVX512)
+// Four-bit codes index a register of their sixteen values: the same products and sums, made once
+// per group. A permutation reads only the low four bits of its index, so bytes need no masking.
+EDGEES_INLINE F sixteen(int first) {
+    const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(steps, _mm512_set1_epi32(first)));
+}
+EDGEES_INLINE __m512i widen(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+EDGEES_INLINE F low(__m512i bytes, F values) { return _mm512_permutexvar_ps(bytes, values); }
+EDGEES_INLINE F high(__m512i bytes, F values) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
+}
+EDGEES_INLINE F values_of(float scale, float offset, bool with_offset, int first) {
+    const F v = mul(set1(scale), sixteen(first));
+    return with_offset ? add(v, set1(offset)) : v;
+}
+
+template <class Block>
+void decode_nibbles(const void* row, int64_t n, float* out) {
+    const Block* b = static_cast<const Block*>(row);
+    constexpr int groups = Block::weights / Block::group;
+    for (int64_t i = 0; i < n; i += Block::weights, ++b) {
+        float s[groups], o[groups] = {};
+        b->scales(Half(), s, o);
+        F v[groups];
+        for (int g = 0; g < groups; ++g) v[g] = values_of(s[g], o[g], Block::offset, Block::lo);
+        if (groups == 1) {  // 16 bytes: low nibbles are weights 0..15, high ones 16..31
+            const __m512i bytes = widen(b->qs);
+            store(out + i, low(bytes, v[0]));
+            store(out + i + 16, high(bytes, v[0]));
+        } else {  // 32 bytes: low nibbles are one group, high ones the next
+            for (int g = 0; g < groups; g += 2)
+                for (int h = 0; h < 32; h += 16) {
+                    const __m512i bytes = widen(b->qs + 16 * g + h);
+                    store(out + i + 32 * g + h, low(bytes, v[g]));
+                    store(out + i + 32 * g + 32 + h, high(bytes, v[g + 1]));
+                }
+        }
+    }
+}
+#endif
+
 template <class Block>
 void decode_blocks(const void* row, int64_t n, float* out) {
     const Block* b = static_cast<const Block*>(row);
     constexpr int groups = Block::weights / Block::group;
     for (int64_t i = 0; i < n; i += Block::weights, ++b) {
-        alignas(64) int8_t q[Block::weights];
+        alignas(64) int8_t room[Block::weights];
         float s[groups], o[groups] = {};
         b->scales(Half(), s, o);
-        b->unpack(q);
+        const int8_t* q = b->unpack(room);
         for (int g = 0; g < groups; ++g) {
             affine<Block::offset>(q + g * Block::group, Block::group, s[g], o[g],
                                   out + i + g * Block::group);
@@ -55,7 +99,14 @@ static void decode_half(const uint16_t* h, int64_t n, float* out) {
 
 void decode(int type, const void* row, int64_t n, float* out) {
     if (with_format(type, [&](auto* block) {
-            decode_blocks<std::remove_pointer_t<decltype(block)>>(row, n, out);
+            using Block = std::remove_pointer_t<decltype(block)>;
+#if defined(EDGEES_ARM_AVX512)
+            if constexpr (Block::hi - Block::lo == 15) {
+                decode_nibbles<Block>(row, n, out);
+                return;
+            }
+#endif
+            decode_blocks<Block>(row, n, out);
         })) {
         return;
     }
@@ -90,6 +141,18 @@ EDGEES_INLINE void add_plane_of(const uint8_t* plane, const float* step, int gro
                                 float* w) {
     const F middle = set1(static_cast<float>(1 << (BITS - 1)));
     int64_t i = 0;
+#if defined(EDGEES_ARM_AVX512)
+    if constexpr (BITS == 4) {
+        const int next = group == 16;
+        for (; i + 32 <= n; i += 32, plane += 16) {
+            const float* s = step + i / group;
+            const __m512i bytes = widen(plane);
+            const F a = mul(set1(s[0]), sixteen(-8)), b = next ? mul(set1(s[1]), sixteen(-8)) : a;
+            store(w + i, add(load(w + i), low(bytes, a)));
+            store(w + i + 16, add(load(w + i + 16), high(bytes, b)));
+        }
+    }
+#endif
     for (; i + 32 <= n; i += 32, plane += 4 * BITS) {
         alignas(64) uint8_t q[32];
         unpack_plane(BITS, plane, q);

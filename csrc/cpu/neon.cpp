@@ -19,7 +19,7 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_neon = {"neon", L, philox, add_signs, add_normals, sign_dot, decode,
-                              cells, add_plane, tile, decay_add};
+const Kernels kernels_neon = {"neon", L,     philox,    add_signs, add_normals, sign_dot,
+                              decode, cells, add_plane, tile,      decay_add};
 }  // namespace edgees
 #endif

@@ -5,10 +5,10 @@ void decode(int type, const void* row, int64_t n, float* out) {
         constexpr int groups = Block::weights / Block::group;
         const Block* b = static_cast<const Block*>(row);
         for (int64_t i = 0; i < n; ++b) {
-            int8_t q[Block::weights];
+            int8_t room[Block::weights];
             float s[groups], o[groups] = {};
             b->scales(PlainHalf(), s, o);
-            b->unpack(q);
+            const int8_t* q = b->unpack(room);
             for (int k = 0; k < Block::weights; ++k, ++i) {
                 const float v = s[k / Block::group] * static_cast<float>(q[k]);
                 out[i] = Block::offset ? v + o[k / Block::group] : v;

@@ -13,28 +13,27 @@ static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // The sign of lane i is flipped where bit i of the low L bits is set.
 static inline F flip(F v, uint32_t bits) {
-    const __m512i s = _mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), INT32_MIN);
-    return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(v), s));
+  const __m512i s = _mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), INT32_MIN);
+  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(v), s));
 }
 static inline F from_u8(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 static inline F from_i8(const int8_t* p) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 static inline F from_i32(const int32_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_loadu_si512(reinterpret_cast<const void*>(p)));
+  return _mm512_cvtepi32_ps(_mm512_loadu_si512(reinterpret_cast<const void*>(p)));
 }
 // Lanes i and i+8, i+4, i+2, i+1 in turn: the order is part of the contract of `tile`.
 static inline float sum(F v) {
-    const __m256 a = _mm256_add_ps(
-        _mm512_castps512_ps256(v),
-        _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v),
+                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
@@ -48,27 +47,27 @@ static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F flip(F v, uint32_t bits) {
-    const __m256i place = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-    const __m256i s = _mm256_and_si256(
-        _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(bits)), place),
-        _mm256_set1_epi32(INT32_MIN));
-    return _mm256_xor_ps(v, _mm256_castsi256_ps(s));
+  const __m256i place = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+  const __m256i s =
+      _mm256_and_si256(_mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(bits)), place),
+                       _mm256_set1_epi32(INT32_MIN));
+  return _mm256_xor_ps(v, _mm256_castsi256_ps(s));
 }
 static inline F from_u8(const uint8_t* p) {
-    return _mm256_cvtepi32_ps(
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 static inline F from_i8(const int8_t* p) {
-    return _mm256_cvtepi32_ps(
-        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 static inline F from_i32(const int32_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 static inline float sum(F a) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 #elif defined(EDGEES_ARM_NEON)
 using F = float32x4_t;
@@ -82,26 +81,26 @@ static inline F sub(F a, F b) { return vsubq_f32(a, b); }
 static inline F mul(F a, F b) { return vmulq_f32(a, b); }
 static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 static inline F flip(F v, uint32_t bits) {
-    static const int32_t place[4] = {31, 30, 29, 28};
-    const uint32x4_t s = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(place)),
-                                   vdupq_n_u32(0x80000000u));
-    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(v), s));
+  static const int32_t place[4] = {31, 30, 29, 28};
+  const uint32x4_t s =
+      vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(place)), vdupq_n_u32(0x80000000u));
+  return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(v), s));
 }
 static inline F from_u8(const uint8_t* p) {
-    uint32_t word;
-    memcpy(&word, p, 4);
-    const uint16x8_t h = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(word)));
-    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(h)));
+  uint32_t word;
+  memcpy(&word, p, 4);
+  const uint16x8_t h = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(word)));
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(h)));
 }
 static inline F from_i8(const int8_t* p) {
-    int32_t word;
-    memcpy(&word, p, 4);
-    const int16x8_t h = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)));
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(h)));
+  int32_t word;
+  memcpy(&word, p, 4);
+  const int16x8_t h = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(h)));
 }
 static inline F from_i32(const int32_t* p) { return vcvtq_f32_s32(vld1q_s32(p)); }
 static inline float sum(F a) {
-    const float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
-    return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
+  const float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+  return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
 }
 #endif

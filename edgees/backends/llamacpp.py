@@ -298,10 +298,10 @@ class LlamaCppEngine:
 
     def _load(self) -> None:
         api = self.api
-        params = set_fields(api.llama_model_default_params(), n_gpu_layers=0)
+        # Weights must stay as they are in the file for us; and llama.cpp's extra buffer types crash on virtual machines
+        # that advertise AMX without enabling it (an illegal instruction in ggml_backend_amx_mul_mat).
+        params = set_fields(api.llama_model_default_params(), n_gpu_layers=0, use_extra_bufts=False)
         names = {entry[0] for entry in params._fields_}
-        if not self.plain:
-            set_fields(params, use_extra_bufts=False)  # weights must stay as they are in the file
         if "load_mode" in names:
             set_fields(params, load_mode=1)
         else:
@@ -645,9 +645,9 @@ class LlamaCppEngine:
             wanted = max(1, min(wanted, self._room() // max(1, self._stream_bytes(length))))
         self._ctx = _Context(self, length, wanted, max(MICRO_BATCH, wanted), self.threads)
         if self._lora:
-            adapters = (ctypes.c_void_p * 1)(self._lora)
-            scales = (ctypes.c_float * 1)(1.0)
-            self.api.llama_set_adapters_lora(self._ctx.handle, adapters, 1, scales)
+            adapters = (type(self._lora) * 1)(self._lora)
+            if self.api.llama_set_adapters_lora(self._ctx.handle, adapters, 1, (ctypes.c_float * 1)(1.0)):
+                raise EngineError(f"llama.cpp cannot apply the adapter to {self.path}")
         return self._ctx
 
     @staticmethod
