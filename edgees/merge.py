@@ -250,8 +250,17 @@ def finite(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def q8_0(x: np.ndarray) -> np.ndarray:
-    """float32 [rows, cols] -> uint8 bytes of Q8_0."""
-    return np.asarray(gguf.quants.quantize(np.ascontiguousarray(x, np.float32), GGMLQuantizationType.Q8_0)).reshape(-1)
+    """float32 [rows, cols] -> uint8 bytes of Q8_0, codes nearest for the scale as stored (a half)."""
+    b = np.ascontiguousarray(x, np.float32).reshape(-1, 32)
+    with np.errstate(over="ignore"):
+        d = (np.abs(b).max(1, keepdims=True) / np.float32(127)).astype(np.float16)
+    if np.isinf(d).any():
+        raise ExportError(
+            f"a weight of {float(np.abs(b).max()):g} is beyond what Q8_0 can hold", "use --type BF16 or F32"
+        )
+    wide = d.astype(np.float32)
+    q = np.rint(b / np.where(wide == 0, np.float32(1), wide)).clip(-127, 127).astype(np.int8)
+    return np.concatenate([d.view(np.uint8), q.view(np.uint8)], axis=1).reshape(-1)
 
 
 _SHRINK = (1.0, 0.94, 0.88, 0.8)
@@ -358,7 +367,9 @@ def _fit(
             fit = (weight * q * b).sum(1, keepdims=True) / np.where(spread > 0, spread, np.inf)
             offer(fit, -half * fit)
     if not np.isfinite(best).all():
-        raise ExportError(f"a block cannot be held by {type_name}: its weights are beyond half precision")
+        raise ExportError(
+            f"a block cannot be held by {type_name}: its weights are beyond half precision", "use --type BF16 or F32"
+        )
     return best_d, best_m, best_q
 
 
@@ -443,11 +454,14 @@ def producer(effective: Effective, name: str, type_name: str, moments: dict[str,
                 yield effective.lattice(name, row0, n)
             elif type_name in FLOATS:
                 yield to_float(effective.rows(name, row0, n), type_name, name)
-            elif type_name == "Q8_0":
-                yield q8_0(finite(effective.rows(name, row0, n), name))
-            elif type_name in AFFINE:
+            elif type_name == "Q8_0" or type_name in AFFINE:
                 x = finite(effective.rows(name, row0, n), name)
-                yield round_affine(x, type_name, (moments or {}).get(name), base.raw(name, row0, n) if own else None)
+                start = base.raw(name, row0, n) if own else None
+                try:
+                    moment = (moments or {}).get(name)
+                    yield q8_0(x) if type_name == "Q8_0" else round_affine(x, type_name, moment, start)
+                except ExportError as error:
+                    raise ExportError(f"tensor {name!r}: {error.message}", error.hint) from error
             else:
                 raise ExportError(
                     f"tensor {name!r} was not tuned on its own {t.type_name} codes and cannot be rounded to them here",
