@@ -58,7 +58,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             file.write(text + "\n")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise WillNotFit(f"{path}: no space left on the disk", f"then: edgees resume {path.parent}") from error
+            raise WillNotFit(f"{path}: no space left on the disk", "free some space") from error
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -269,9 +269,9 @@ class Delta:
                 os.fsync(self._fd)
             _write_state(self.path, self.generation + 1, True)
         except OSError as error:
-            raise RunError(
-                f"cannot write {self.path}: {error.strerror}", f"then: edgees resume {self.path.parent}"
-            ) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise WillNotFit(f"cannot write {self.path}: no space left on the disk", "free some space") from error
+            raise RunError(f"cannot write {self.path}: {error.strerror}") from error
         self.generation += 1
         self.clean = True
         return self.drift()

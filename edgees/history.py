@@ -114,10 +114,7 @@ class History:
         except OSError as error:
             with contextlib.suppress(OSError):  # if this fails too, opening it again drops the torn line
                 os.truncate(self.path, before)
-            raise WillNotFit(
-                f"cannot write {self.path}: {error.strerror}",
-                f"free some space, then: edgees resume {self.path.parent}",
-            ) from error
+            raise WillNotFit(f"cannot write {self.path}: {error.strerror}", "free some space") from error
         self._take(entry, 0)
 
     def step(self, generation: int) -> Step:

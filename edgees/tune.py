@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 import signal
 import sys
 import threading
@@ -193,6 +194,8 @@ def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
     """
     folder = Path(run)
     history = History.open(folder / "history.jsonl", repair=False)
+    if not (folder / "metrics.jsonl").exists():
+        raise RunError(f"{run} has nothing to report yet", f"go on with it: edgees resume {shlex.quote(str(run))}")
     records = report.read_metrics(folder)
     result = RunResult.of(folder, history, max((r.get("peak_rss_bytes") or 0 for r in records), default=0))
     return result, *report.write(folder, config.load(folder / "config.resolved.toml").public(), result.to_dict())
@@ -457,9 +460,9 @@ class _Run:
 
     def advised(self, error: EdgeesError) -> EdgeesError:
         """The error, saying what is saved and how to go on."""
-        advice = f"{self.history.generation} generation(s) are saved; go on with: edgees resume {self.folder.path}"
-        if "edgees resume" not in (error.hint or ""):
-            error.hint = f"{error.hint}; {advice}" if error.hint else advice
+        run = shlex.quote(str(self.folder.path))
+        advice = f"{self.history.generation} generation(s) are saved; go on with: edgees resume {run}"
+        error.hint = f"{error.hint}; {advice}" if error.hint else advice
         return error
 
     # ------------------------------------------------------------------------------------- how far the run is
