@@ -1,7 +1,8 @@
-"""Tasks: the user's own rows, splits, the demo and the other named tasks. Case numbers are those of the issue tracker."""
+"""Tasks: the user's own rows, splits, the demo and the other named tasks. Case numbers: the issue tracker's."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
@@ -37,7 +38,7 @@ def numbered(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(count)]
 
 
-# -- jsonl: what is accepted -------------------------------------------------------------------------------------
+# -- jsonl: what is accepted ------------------------------------------------------------------------------------------
 
 
 def test_case_31_bom_crlf_and_empty_lines_are_accepted(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_case_14_paths_with_spaces_and_other_letters(tmp_path: Path) -> None:
     assert task.train[0].id == "zwei Zeilen ü.jsonl:1" and task.train[0].prompt == "Grüße, 世界 🎉"
 
 
-# -- jsonl: what is refused, each by file and line ------------------------------------------------------------------
+# -- jsonl: what is refused, each by file and line --------------------------------------------------------------------
 
 REFUSED = {
     "broken": (b'{"prompt":"a"}\n{"prompt":', "rows.jsonl:2: not JSON"),
@@ -107,7 +108,7 @@ REFUSED = {
     "surrogate": (b'{"prompt":"\\ud800"}', "rows.jsonl:1: an unpaired surrogate"),
     "not UTF-8": (b'{"prompt":"a"}\n{"prompt":"\xe9"}', "rows.jsonl:2: byte 12 of the line (0xe9) is not UTF-8"),
     "UTF-16": ('{"prompt":"a"}'.encode("utf-16"), "rows.jsonl:1: this is UTF-16"),
-    "case 31: no prompt": (b'{"question":"a"}', "rows.jsonl:1: neither 'prompt' nor 'messages' is there; the row has: 'q"),
+    "case 31: no prompt": (b'{"question":"a"}', "rows.jsonl:1: neither 'prompt' nor 'messages' is there; the row has"),
     "both": (b'{"prompt":"a","messages":[]}', "rows.jsonl:1: both 'prompt' and 'messages'"),
     "empty prompt": (b'{"prompt":" "}', "rows.jsonl:1: 'prompt' is empty"),
     "null prompt": (b'{"prompt":null}', "rows.jsonl:1: 'prompt' must be a text or a list of messages, not null"),
@@ -119,7 +120,9 @@ REFUSED = {
     "only an answer": (b'{"messages":[{"role":"assistant","content":"a"}]}', "rows.jsonl:1: 'messages' must end with"),
     "ends with system": (b'{"prompt":[{"role":"system","content":"a"}]}', "rows.jsonl:1: 'prompt' must end with"),
     "reserved": (b'{"prompt":"a","completions":1}', "rows.jsonl:1: the column name 'completions' is reserved"),
-    "id twice": (b'{"prompt":"a","id":1}\n\n{"prompt":"b","id":"1"}', "rows.jsonl:3: the id '1' stands already in line 1"),
+    "id twice": (
+        b'{"prompt":"a","id":1}\n\n{"prompt":"b","id":"1"}', "rows.jsonl:3: the id '1' stands already in line 1",
+    ),
     "id of a kind": (b'{"prompt":"a","id":1.5}', "rows.jsonl:1: 'id' must be a text or a whole number"),
     "empty": (b"", "rows.jsonl holds no rows"),
     "blank": (b"\xef\xbb\xbf\r\n  \n", "rows.jsonl holds no rows"),
@@ -140,7 +143,7 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None
         read_rows(tmp_path)
 
 
-# -- load_task: names, splits, held-out files -----------------------------------------------------------------------
+# -- load_task: names, splits, held-out files -------------------------------------------------------------------------
 
 
 def test_unknown_tasks_are_refused_with_what_is_known(tmp_path: Path) -> None:
@@ -255,12 +258,10 @@ def test_home_rows_do_not_change_between_versions(the_home: Task) -> None:
     """Runs are compared over versions, and a journal names rows by id: these texts are a contract."""
     assert (the_home.train[2].prompt, the_home.train[2].answer) == (
         "at a quarter past one in the afternoon pull up the blind in the kitchen",
-        '{"tool":"blind","room":"kitchen","set":"open","at":"13:15"}',
+        '{"tool":"blind","room":"kitchen","set":"open","at":"1:15 pm"}',
     )
-    assert (the_home.heldout[0].prompt, the_home.heldout[0].answer) == (
-        "heat the bedroom so that it is 24, at 5:55 pm",
-        '{"tool":"heat","room":"bedroom","set":24,"at":"17:55"}',
-    )
+    text = "\n".join(f"{row.prompt} {row.answer}" for row in (*the_home.train, *the_home.heldout))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c7fef05903a9ddf0"
 
 
 def skeleton(text: str) -> str:
@@ -300,7 +301,7 @@ def test_home_answers_are_calls_of_the_schema_and_full_credit_is_theirs_alone(th
     for row in (*the_home.train, *the_home.heldout):
         assert home.format_metric(row, row.answer or "") == home.exact_metric(row, row.answer or "") == 1.0
         assert rewards.json_fields(row, row.answer or "") == pytest.approx(1.0)
-        assert len(row.answer or "") <= 65 and len(row.prompt or "") <= 100
+        assert len(row.answer or "") <= 65 and len(row.prompt or "") <= 110
     for row in the_home.train[:50]:
         call = json.loads(row.answer or "")
         for key in home.KEYS:
@@ -314,14 +315,15 @@ def test_home_answers_are_calls_of_the_schema_and_full_credit_is_theirs_alone(th
         "", "hello", "[]", '{"tool":"light"}', '{"tool":"oven","room":"hall","set":"on","at":"now"}',
         '{"tool":"heat","room":"hall","set":"on","at":"now"}', '{"tool":"heat","room":"hall","set":"20","at":"now"}',
         '{"tool":["light"],"room":"hall","set":"on","at":"now"}', '{"tool":"light","room":"","set":"on","at":"now"}',
-        '{"tool":"light","room":"hall","set":"on","at":"24:00"}', '{"tool":"light","room":"hall","set":"on","at":9}',
-        '{"tool":"light","room":"hall","set":"on","at":"now","x":1}', 'ok {"tool":"light","room":"hall","set":"on","at":"now"}',
+        '{"tool":"light","room":"hall","set":"on","at":"13:00 pm"}', '{"tool":"light","room":"hall","set":"on","at":"07:15 am"}',
+        '{"tool":"light","room":"hall","set":"on","at":"now","x":1}',
+        'ok {"tool":"light","room":"hall","set":"on","at":"now"}',
         '{"tool":"light","room":3,"set":"on","at":"now"}',
     ],
 )  # fmt: skip
 def test_home_format_wants_a_call_that_can_be_executed(the_home: Task, text: str) -> None:
     assert home.format_metric(the_home.train[0], text) == home.exact_metric(the_home.train[0], text) == 0.0
-    assert home.format_metric(the_home.train[0], '{"tool":"light","room":"hall","set":"on","at":"07:15"}') == 1.0
+    assert home.format_metric(the_home.train[0], '{"tool":"light","room":"hall","set":"on","at":"7:15 pm"}') == 1.0
 
 
 def test_case_30_the_best_constant_answer_of_home_scores_low(the_home: Task) -> None:
@@ -346,7 +348,8 @@ def test_case_30_the_best_constant_answer_of_home_scores_low(the_home: Task) -> 
         (9, 30, "at half past nine in the morning"), (21, 30, "at half past nine in the evening"),
         (12, 0, "at noon"), (12, 15, "at a quarter past twelve in the afternoon"), (13, 0, "at one in the afternoon"),
         (18, 0, "at six in the evening"), (10, 45, "at a quarter to eleven in the morning"),
-        (12, 45, "at a quarter to one in the afternoon"), (6, 5, "at 6:05 am"), (12, 20, "at 12:20 pm"), (22, 55, "at 10:55 pm"),
+        (12, 45, "at a quarter to one in the afternoon"), (6, 5, "at 6:05 am"), (12, 20, "at 12:20 pm"),
+        (22, 55, "at 10:55 pm"),
     ],
 )  # fmt: skip
 def test_home_says_times_right(hour: int, minute: int, said: str) -> None:
@@ -372,10 +375,15 @@ def test_home_says_every_time_so_that_it_can_be_told_back() -> None:
         assert back == (hour, minute), said
 
 
-def test_home_example_of_the_prompt_is_a_call_and_the_prompt_is_short(the_home: Task) -> None:
-    call, _ = json_object(home.SYSTEM[home.SYSTEM.index("{") :])
-    assert call is not None and list(call) == list(home.KEYS)
-    assert len(home.SYSTEM) < 420, "about 110 tokens of SmolLM2"
+def test_home_example_is_a_call_and_its_words_are_no_row(the_home: Task) -> None:
+    request, answer = home.EXAMPLE
+    call, clean = json_object(answer)
+    assert call is not None and clean and home.canonical(call) == answer
+    assert home.format_metric(the_home.train[0], answer) == 1.0
+    assert request not in {row.prompt for row in the_home.heldout}
+    talk = the_home.conversation(the_home.heldout[0])
+    assert [message["role"] for message in talk] == ["system", "user", "assistant", "user"]
+    assert sum(len(message["content"]) for message in talk) < 250, "about 85 tokens with the template's"
 
 
 def test_defaults_of_tasks_are_settings(the_home: Task) -> None:
@@ -418,7 +426,7 @@ def test_case_30_the_best_constant_answer_of_sums_scores_low() -> None:
     assert 0.1 < best < 0.21
 
 
-# -- reasoning_gym ------------------------------------------------------------------------------------------------------
+# -- reasoning_gym ----------------------------------------------------------------------------------------------------
 
 
 def test_reasoning_gym_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +482,7 @@ def test_reasoning_gym_entries_with_tuples_survive_the_way_to_the_scorer() -> No
         assert scorer.score(task.train, [row.answer or "" for row in task.train]).rewards == [1.0] * len(task.train)
 
 
-# -- reading answers: never an exception --------------------------------------------------------------------------------
+# -- reading answers: never an exception ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -500,8 +508,8 @@ def test_a_key_twice_spoils_only_its_object() -> None:
 @pytest.mark.parametrize(
     ("text", "value", "bare"),
     [
-        ("8", 8, True), (" -8 \n", -8, True), ("+8", 8, True), ("8.0", 8, True), ("1,000", 1000, True), ("1e3", 1000, True),
-        (".5", 0.5, True), ("\u22125", -5, True), ("3 + 5 = 8", 8, False), ("It is 8.", 8, False), ("$8", 8, False),
+        ("8", 8, True), (" -8 \n", -8, True), ("+8", 8, True), ("8.0", 8, True), ("1,000", 1000, True),
+        ("1e3", 1000, True),        (".5", 0.5, True), ("\u22125", -5, True), ("3 + 5 = 8", 8, False), ("It is 8.", 8, False), ("$8", 8, False),
         ("3-5", 5, False), ("x8", None, False), ("", None, False), ("eight", None, False), ("-", None, False),
         ("1" * 5000, None, False), ("1,2,3", 3, False), ("1e9999", None, False),
     ],

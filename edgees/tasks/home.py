@@ -1,10 +1,13 @@
 """``home``: a spoken request for a device at home becomes one JSON tool call. The demo task.
 
     make the bedroom lights warmer at half past nine in the evening
-    -> {"tool":"light","room":"bedroom","set":"warm","at":"21:30"}
+    -> {"tool":"light","room":"bedroom","set":"warm","at":"9:30 pm"}
 
-The schema (also in the system message, :data:`SYSTEM`): ``tool`` is one of five, ``room`` the room's name, ``set`` a
-word or (heat) degrees as a number, ``at`` a time as 24-hour HH:MM or ``now``. Keys in this order, no spaces.
+The schema: ``tool`` is one of :data:`SETTINGS`, ``set`` one of its words or (heat) degrees as a number, ``room`` the
+room's name, ``at`` a time such as ``9:30 pm``, or ``now``. Keys in this order, no spaces. The model is shown a sentence
+and one example, not the schema: the untuned SmolLM2-135M then copies from the example more than it understands, which
+earns it about a third of the credit and no exact call. Prompts have about 85 tokens of SmolLM2, of which all but the
+request are the same in every row, and answers at most 24.
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
 put nor the frame around it) and no call; the names of rooms and the ways to say a time are common to both, as nobody
@@ -34,15 +37,9 @@ SETTINGS: dict[str, tuple[str | int, ...]] = {
     "fan": ("off", "low", "high"),
 }
 KEYS = ("tool", "room", "set", "at")
-SYSTEM = (
-    "You control a home. Turn the request into one JSON call and write nothing else, in this form: "
-    '{"tool":"light","room":"hall","set":"on","at":"07:15"}\n'
-    "tool: light, heat, blind, music or fan. "
-    "set: light on, off, dim, bright, warm, cool; heat 16 to 24; blind open, close, half; "
-    "music jazz, rock, pop, folk, stop; fan off, low, high. "
-    "at: 24-hour time, or now."
-)
-MAX_TOKENS = 48
+SYSTEM = "Turn each request into one JSON call."
+EXAMPLE = ("turn on the hall lights at 7:15 am", '{"tool":"light","room":"hall","set":"on","at":"7:15 am"}')
+MAX_TOKENS = 32
 TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
 HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
@@ -113,21 +110,27 @@ _HELDOUT: dict[str, dict[str, tuple[str, ...]]] = {
 # The frame: {a} the action, {t} the time. Those without {t} are for requests that mean now.
 _FRAMES = {
     "train": ("{a} {t}", "please {a} {t}", "{t} {a}", "can you {a} {t}?"),
-    "heldout": ("{a}, {t}", "hey, {t}: {a}", "{a}. Do it {t}.", "when it's time, {t}, {a}"),
+    "heldout": ("{a}, {t}", "hey, {t}: {a}", "{a}. Do it {t}.", "one more thing, {t}: {a}"),
 }
 _FRAMES_NOW = {
     "train": ("{a}", "please {a}", "{a} now", "can you {a}?"),
     "heldout": ("{a}, right away", "hey, {a}", "{a}, thanks", "quick: {a}"),
 }
-_AT = re.compile(r"now|([01]\d|2[0-3]):[0-5]\d")
+_AT = re.compile(r"now|(1[0-2]|[1-9]):[0-5]\d [ap]m")
+_SHOWN = ({"role": "user", "content": EXAMPLE[0]}, {"role": "assistant", "content": EXAMPLE[1]})
 _HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
+
+
+def clock(hour: int, minute: int) -> str:
+    """A time as calls have it: ``9:05 pm``."""
+    return f"{(hour - 1) % 12 + 1}:{minute:02d} {'am' if hour < 12 else 'pm'}"
 
 
 def say_time(hour: int, minute: int, rng: random.Random) -> str:
     """A spoken time that names the half of the day; ``minute`` is a multiple of 5, ``hour`` 0 to 23."""
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
     if minute % 15 or rng.random() < 0.4:
-        return f"at {(hour - 1) % 12 + 1}:{minute:02d} {'am' if hour < 12 else 'pm'}"
+        return f"at {clock(hour, minute)}"
     if (hour, minute) == (12, 0):
         return "at noon"
     spoken = {0: "", 15: "a quarter past ", 30: "half past ", 45: "a quarter to "}[minute]
@@ -158,11 +161,12 @@ def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
             hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30, 45, rng.randrange(0, 60, 5)))
             if minute == 45 and hour in (11, 17):
                 hour -= 1  # "a quarter to twelve in the morning" is nobody's way to say it
-            at, when = f"{hour:02d}:{minute:02d}", say_time(hour, minute, rng)
+            at, when = clock(hour, minute), say_time(hour, minute, rng)
         text = rng.choice((_FRAMES if when else _FRAMES_NOW)[split]).format(a=action, t=when)
         answer = canonical({"tool": tool, "room": room, "set": value, "at": at})
         if text not in rows and is_heldout(answer) == (split == "heldout"):
-            rows[text] = Row.plain(f"home/{split}/{len(rows)}", text, answer)
+            messages = (*_SHOWN, {"role": "user", "content": text})
+            rows[text] = Row(f"home/{split}/{len(rows)}", messages, {"answer": answer}, answer, text)
     return tuple(rows.values())
 
 

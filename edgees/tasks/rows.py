@@ -23,7 +23,7 @@ class Row:
         message: :meth:`Task.conversation` adds it.
     columns: every further column of the data, as scorers get them; JSON values.
     answer: reference text for ``loglik`` and the built-in scorers; None where there is none.
-    prompt: the text itself where the data had a plain string, None where it had messages. It decides, as in TRL,
+    prompt: the question's text where the data had a plain string, None where it had messages. It decides, as in TRL,
         whether scorers see strings or lists of messages.
     entry: what only the task's own scorer needs; never shown to the user's.
     """
