@@ -101,7 +101,7 @@ class Pool {
 
 std::mutex pool_mutex;
 Pool* pool = nullptr;  // never destroyed at exit: workers may outlive static destructors
-int wanted = 0;
+std::atomic<int> wanted{0};
 pid_t owner = 0;
 
 int processors() {
@@ -120,7 +120,10 @@ void set_threads(int n) {
   wanted = n < 0 ? 0 : n;
 }
 
-int threads() { return wanted > 0 ? wanted : processors(); }
+int threads() {
+  const int n = wanted;
+  return n > 0 ? n : processors();
+}
 
 void parallel_for(int64_t n, const std::function<void(int64_t, int)>& body) {
   const int want = threads();

@@ -21,11 +21,10 @@ int floor_to_int(float v) {
   return i - (v < static_cast<float>(i));
 }
 
-// clamp(floor(x + u), low, high); x may be anything but NaN.
+// clamp(floor(x + u), low, high); NaN gives low.
 int dithered(float x, float u, int low, int high) {
-  const float v = x + u;
-  const float bounded = std::min(std::max(v, static_cast<float>(low)), static_cast<float>(high));
-  return floor_to_int(bounded);
+  const float raised = std::max(static_cast<float>(low), x + u);
+  return floor_to_int(std::min(static_cast<float>(high), raised));
 }
 
 void pack_plane(int bits, const uint8_t* q, uint8_t* p) {

@@ -9,8 +9,12 @@
 
 #include "../kernels.h"
 #include "../noise.h"
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 #define EDGEES_ARM_AVX2
 #include "../blocks.h"
 namespace edgees {
@@ -24,5 +28,9 @@ namespace {
 const Kernels kernels_avx2 = {"avx2", L,     philox,    add_signs, add_normals, sign_dot,
                               decode, cells, add_plane, tile,      decay_add};
 }  // namespace edgees
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #endif

@@ -10,9 +10,18 @@
 #include "../kernels.h"
 #include "../noise.h"
 // GCC 12 warns of its own intrinsics' undefined operands.
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#if defined(__clang__)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+    apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
 #define EDGEES_ARM_AVX512
 #include "../blocks.h"
 namespace edgees {
@@ -26,5 +35,9 @@ namespace {
 const Kernels kernels_avx512 = {"avx512", L,     philox,    add_signs, add_normals, sign_dot,
                                 decode,   cells, add_plane, tile,      decay_add};
 }  // namespace edgees
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #endif

@@ -1,0 +1,224 @@
+// Codecs, planes and products of every arm against the scalar one; products against themselves:
+// alone, in company, with other thread counts, in every view.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "../api.h"
+#include "../blocks.h"
+#include "../kernels.h"
+#include "../noise.h"
+
+using namespace edgees;
+
+namespace {
+
+int failures = 0;
+void check(bool ok, const char* what, int detail) {
+  if (ok) return;
+  ++failures;
+  printf("FAIL %s (%d)\n", what, detail);
+}
+
+uint32_t state = 12345;
+uint32_t random_bits() {
+  state = state * 1664525u + 1013904223u;
+  return state >> 8;
+}
+float random_float() { return static_cast<float>(random_bits() & 0xFFFF) / 32768.0f - 1.0f; }
+
+const int kTypes[] = {kTypeF32,  kTypeF16,  kTypeBF16, kTypeQ4_0, kTypeQ4_1, kTypeQ5_0,
+                      kTypeQ5_1, kTypeQ8_0, kTypeQ4_K, kTypeQ5_K, kTypeQ6_K};
+
+// Random codes, with scales that are small halves.
+std::vector<uint8_t> random_rows(int type, int64_t rows, int64_t cols) {
+  std::vector<uint8_t> raw(static_cast<size_t>(rows * row_bytes(type, cols)));
+  for (auto& b : raw) b = static_cast<uint8_t>(random_bits());
+  if (type == kTypeF32) {
+    for (size_t i = 0; i < raw.size(); i += 4) {
+      const float v = random_float();
+      memcpy(&raw[i], &v, 4);
+    }
+  } else if (is_float(type)) {  // exponents near those of one
+    for (size_t i = 1; i < raw.size(); i += 2)
+      raw[i] = static_cast<uint8_t>((raw[i] & 0x83) | (type == kTypeF16 ? 0x34 : 0x3C));
+  } else {
+    with_format(type, [&](auto* format) {
+      using Block = std::remove_pointer_t<decltype(format)>;
+      for (size_t i = 0; i < raw.size(); i += sizeof(Block)) {
+        Block* b = reinterpret_cast<Block*>(&raw[i]);
+        b->d = static_cast<uint16_t>(0x2000 | (random_bits() & 0x83FF));
+        if constexpr (std::is_same_v<Block, Q4_1> || std::is_same_v<Block, Q5_1>) b->m = 0xA400;
+        if constexpr (std::is_same_v<Block, Q4_K> || std::is_same_v<Block, Q5_K>) b->dmin = 0x2400;
+      }
+    });
+  }
+  return raw;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+void codecs(int type, int64_t cols) {
+  const Kernels &k = kernels(), &s = kernels_scalar;
+  const auto raw = random_rows(type, 1, cols);
+  const size_t n = static_cast<size_t>(cols);
+  std::vector<float> a(n), b(n), ca(n), cb(n);
+  k.decode(type, raw.data(), cols, a.data());
+  s.decode(type, raw.data(), cols, b.data());
+  check(same(a, b), "decode", type);
+  k.cells(type, raw.data(), cols, 0.25f, ca.data());
+  s.cells(type, raw.data(), cols, 0.25f, cb.data());
+  check(same(ca, cb), "cells", type);
+  for (int bits : {2, 4, 8}) {
+    std::vector<uint8_t> plane(static_cast<size_t>(plane_bytes(bits, cols)));
+    for (auto& p : plane) p = static_cast<uint8_t>(random_bits());
+    k.add_plane(bits, plane.data(), ca.data(), cell_group(type), cols, a.data());
+    s.add_plane(bits, plane.data(), ca.data(), cell_group(type), cols, b.data());
+    check(same(a, b), "add_plane", type * 100 + bits);
+  }
+}
+
+void tiles(int64_t n) {
+  const Kernels &k = kernels(), &s = kernels_scalar;
+  const int rows = 13, cols = 9;
+  std::vector<float> w(static_cast<size_t>(rows * n)), x(static_cast<size_t>(cols * n));
+  for (auto& v : w) v = random_float();
+  for (auto& v : x) v = random_float();
+  std::vector<float> a(rows * cols), b(rows * cols), alone(rows * cols);
+  std::vector<const float*> xs;
+  std::vector<float*> as, bs, ones;
+  for (int c = 0; c < cols; ++c) {
+    xs.push_back(&x[static_cast<size_t>(c * n)]);
+    as.push_back(&a[static_cast<size_t>(c * rows)]);
+    bs.push_back(&b[static_cast<size_t>(c * rows)]);
+    ones.push_back(&alone[static_cast<size_t>(c * rows)]);
+  }
+  k.tile(w.data(), n, rows, n, xs.data(), cols, as.data());
+  s.tile(w.data(), n, rows, n, xs.data(), cols, bs.data());
+  for (int c = 0; c < cols; ++c) k.tile(w.data(), n, rows, n, &xs[c], 1, &ones[c]);
+  check(same(a, alone), "a column alone", static_cast<int>(n));
+  for (size_t i = 0; i < a.size(); ++i) {
+    check(std::fabs(a[i] - b[i]) <= 1e-6f * static_cast<float>(n), "tile", static_cast<int>(n));
+  }
+}
+
+struct Case {
+  edgees_tensor t{};
+  std::vector<uint8_t> raw, plane;
+  std::vector<float> a, delta;
+  std::vector<uint32_t> pool;
+};
+
+// views: 0 plain, 1 residual plane, 2 adapter
+Case make(int type, int64_t rows, int64_t cols, int heads, int view) {
+  Case c;
+  c.raw = random_rows(type, rows, cols);
+  c.t.type = type;
+  c.t.heads = heads;
+  c.t.rows = rows;
+  c.t.cols = cols;
+  c.t.row_stride = row_bytes(type, cols);
+  c.t.id = 77;
+  c.t.rho = 0.3f;
+  if (view == 1) {
+    c.delta.resize(static_cast<size_t>(rows * cols));
+    for (auto& v : c.delta) v = 0.02f * random_float();
+    std::vector<int32_t> order;
+    for (int64_t r = 0; r < rows; ++r)
+      order.push_back(static_cast<int32_t>(canonical_row(r, rows, heads)));
+    int64_t counts[9] = {};
+    check(edgees_plane_count(type, c.raw.data(), rows, cols, c.delta.data(), 0.075f, counts) == 0,
+          "plane_count", type);
+    c.plane.resize(static_cast<size_t>(rows * plane_bytes(4, cols)));
+    c.t.bits = 4;
+    c.t.span = 1;
+    check(edgees_plane_encode(type, c.raw.data(), rows, cols, c.delta.data(), order.data(), 5,
+                              c.t.id, 4, 1, 0.075f, c.plane.data()) == 0,
+          "plane_encode", type);
+    if (!is_float(type)) {
+      std::vector<uint8_t> moved(c.raw.size());
+      check(edgees_lattice_encode(type, c.raw.data(), rows, cols, c.delta.data(), order.data(), 5,
+                                  c.t.id, moved.data()) == 0,
+            "lattice_encode", type);
+    }
+  } else if (view == 2) {
+    c.t.factors = 5;
+    c.a.resize(static_cast<size_t>(rows * 5));
+    for (auto& v : c.a) v = 0.02f * random_float();
+    c.pool.resize(static_cast<size_t>(5 * sign_word_count(cols)));
+    for (int k = 0; k < 5; ++k)
+      sign_words(9, 0, c.t.id, kStreamPool + static_cast<uint32_t>(k), cols,
+                 &c.pool[static_cast<size_t>(k * sign_word_count(cols))]);
+  }
+  return c;
+}
+
+void link(Case& c) {
+  c.t.base = c.raw.data();
+  c.t.plane = c.plane.data();
+  c.t.a = c.a.data();
+  c.t.pool = c.pool.data();
+}
+
+void products(int type, int kind, int rank, int view, int heads) {
+  const int64_t rows = 48, cols = 256, n = 37;
+  Case c = make(type, rows, cols, heads, view);
+  link(c);
+  const edgees_noise_kind noise{kind, rank};
+  const edgees_member members[3] = {{11, 0.1f, 3}, {12, -0.1f, 8}, {0, 0.0f, 0}};
+  std::vector<float> x(static_cast<size_t>(n * cols)), y(static_cast<size_t>(n * rows)), one(y);
+  for (auto& v : x) v = random_float();
+  std::vector<const float*> xs;
+  std::vector<float*> ys, ones;
+  std::vector<int32_t> owner;
+  for (int64_t i = 0; i < n; ++i) {
+    xs.push_back(&x[static_cast<size_t>(i * cols)]);
+    ys.push_back(&y[static_cast<size_t>(i * rows)]);
+    ones.push_back(&one[static_cast<size_t>(i * rows)]);
+    owner.push_back(static_cast<int32_t>(i * 7 % 3));
+  }
+  const int id = type * 1000 + kind * 100 + view * 10 + heads;
+  for (int threads : {1, 3}) {
+    edgees_set_threads(threads);
+    check(edgees_product(&c.t, &noise, members, owner.data(), n, xs.data(), ys.data()) == 0,
+          "product", id);
+    for (int64_t i = 0; i < n; ++i)
+      edgees_product(&c.t, &noise, members, &owner[static_cast<size_t>(i)], 1,
+                     &xs[static_cast<size_t>(i)], &ones[static_cast<size_t>(i)]);
+    check(same(y, one), "company shows in a product", id);
+  }
+  // edgees_row gives the member's matrix itself: its product must be the same up to rounding.
+  std::vector<float> w(static_cast<size_t>(cols));
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < 3; ++i) {
+      check(edgees_row(&c.t, &noise, &members[owner[static_cast<size_t>(i)]], r, w.data()) == 0,
+            "row", id);
+      double sum = 0, size = 0;
+      for (int64_t j = 0; j < cols; ++j) {
+        const double term = static_cast<double>(w[static_cast<size_t>(j)]) * xs[i][j];
+        sum += term;
+        size += std::fabs(term);
+      }
+      check(std::fabs(sum - ys[i][r]) <= 1e-5 * (size + 1), "row against product", id);
+    }
+}
+
+}  // namespace
+
+int main() {
+  const char* isa = edgees_isa();
+  for (int type : kTypes) codecs(type, 768);
+  for (int64_t cols : {1, 31, 33, 77}) codecs(kTypeF16, cols);
+  for (int64_t n : {1, 7, 16, 33, 257}) tiles(n);
+  for (int type : kTypes)
+    for (int view = 0; view < 3; ++view) products(type, EDGEES_NOISE_LOWRANK, 2, view, 4);
+  for (int view = 0; view < 3; ++view) products(kTypeQ4_1, EDGEES_NOISE_LOWRANK, 1, view, 0);
+  for (int view = 0; view < 2; ++view) products(kTypeQ4_1, EDGEES_NOISE_SIGN, 1, view, 4);
+  for (int view = 0; view < 2; ++view) products(kTypeQ6_K, EDGEES_NOISE_NORMAL, 1, view, 0);
+  if (failures == 0) printf("product_test: ok (%s)\n", isa);
+  return failures != 0;
+}
