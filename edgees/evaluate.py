@@ -28,9 +28,12 @@ from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
 
-TOLERANCE = 0.02
+TOLERANCE = 0.01
 """Largest difference between plain llama.cpp and our engine on the tuned model: nats per token, mean over the rows of
-the absolute difference. Both keep keys and values in half precision; the exported weights are halves, too."""
+the absolute difference. Both keep keys and values in half precision, and the exported weights are halves, too; measured
+on SmolLM2-135M: 0.0007."""
+AGREEMENT_ROWS = 32
+"""Rows on which our engine repeats what plain llama.cpp did."""
 RESAMPLES = 20_000
 EXAMPLES = 6
 
@@ -248,16 +251,17 @@ def evaluate(
         with open_engine(settings, run.base.path, plain=True) as engine:
             base = answer(engine, chosen, found, scorer, settings)
             base_plain = likelihoods(engine, wanted)
-        say("the same in our own engine")
+        some = slice(0, AGREEMENT_ROWS)
+        say(f"{len(chosen[some])} of them in our own engine: base and tuned")
         with open_engine(settings, run.base.path, plain=False) as engine:
-            base_ours = likelihoods(engine, wanted)
+            base_ours = likelihoods(engine, wanted[some])
             engine.attach(run.delta)
-            tuned_ours = likelihoods(engine, wanted)
-            own = answer(engine, chosen, found, scorer, settings)
+            tuned_ours = likelihoods(engine, wanted[some])
+            own = answer(engine, chosen[some], found, scorer, settings)
 
         referenced = np.array([row.answer is not None for row in chosen])
-        loglik = compare(np.where(referenced, base_plain, np.nan), np.where(referenced, tuned_plain, np.nan))
-        same = sum(a == b for a, b in zip(tuned.completions, own.completions, strict=True))
+        plain = [np.where(referenced, values, np.nan) for values in (base_plain, tuned_plain)]
+        ours = [np.where(referenced[some], values, np.nan) for values in (base_ours, tuned_ours)]
         result = compare(base.rewards, tuned.rewards)
         return {
             "run": str(run.folder),
@@ -268,15 +272,15 @@ def evaluate(
             **result,
             "chose_best": voted if task is None or task == settings.task else 0,
             "metrics": {name: compare(base.metrics[name], tuned.metrics[name]) for name in base.metrics},
-            "loglik": loglik,
+            "loglik": compare(*plain),
             "own_engine": {
+                "rows": len(own.completions),
                 "tuned": _mean(own.rewards),
-                "answers": len(chosen),
-                "same_answers": same,
-                "loglik": compare(np.where(referenced, base_ours, np.nan), np.where(referenced, tuned_ours, np.nan)),
+                "same_answers": sum(a == b for a, b in zip(tuned.completions[some], own.completions, strict=True)),
+                "loglik": compare(*ours),
             },
-            "agreement": agreement(tuned_ours, tuned_plain),
-            "agreement_base": agreement(base_ours, base_plain),
+            "agreement": agreement(tuned_ours, tuned_plain[some]),
+            "agreement_base": agreement(base_ours, base_plain[some]),
             "excluded": [*base.faults, *tuned.faults],
             "examples": examples(chosen, base, tuned),
         }
@@ -321,7 +325,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     if agreed["mean"] is not None:
         out.append(
             f"our engine agrees to {agreed['mean']:.4f} nats per token (allowed: {agreed['tolerance']:g}), and on "
-            f"{own['same_answers']} of {own['answers']} answers; its tuned reward: {_number(own['tuned'])}"
+            f"{own['same_answers']} of {own['rows']} answers; its tuned reward: {_number(own['tuned'])}"
         )
     out += [f"excluded: {fault}" for fault in result["excluded"]]
     for example in result["examples"]:

@@ -184,8 +184,6 @@ def test_a_weight_beyond_f16_is_named(tmp_path: Path) -> None:  # case 7
     with pytest.raises(ExportError, match=r"blk\.1\.ffn_down\.weight.*beyond what F16") as caught:
         written(run, tmp_path / "out.gguf", "F16")
     assert "BF16" in (caught.value.hint or "") and not (tmp_path / "out.gguf").exists()
-    with pytest.raises(ExportError, match=r"blk\.1\.ffn_down\.weight.*beyond half precision"):
-        written(run, tmp_path / "out.gguf", "Q4_1")
     file, _ = written(run, tmp_path / "out.gguf", "BF16")
     assert decoded(file, t.name).max() == pytest.approx(70000, rel=0.01)
 
