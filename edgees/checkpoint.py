@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -78,14 +79,14 @@ class RunFolder:
 
         :raises RunError: it holds a run already, is in use, or cannot be written.
         """
-        path = Path(config.run) if config.run else _free_name(config.task)
+        path = Path(config.run) if config.run else _new_folder(config.task)
+        new = not config.run or not path.exists()
         if path.exists() and not path.is_dir():
             raise RunError(f"{path} is a file, not a folder", "choose another with --run")
         if (path / "history.jsonl").exists():
             raise RunError(
                 f"{path} holds a run already", f"go on with it: edgees resume {path}; or choose another --run"
             )
-        new = not path.exists()
         try:
             for part in (path, path / "best", path / "traces", path / "plots"):
                 part.mkdir(parents=True, exist_ok=True)
@@ -310,13 +311,20 @@ def evaluation_record(entry: Mapping[str, Any], best: bool) -> dict[str, Any]:
     }
 
 
-def _free_name(task: str) -> Path:
+def _new_folder(task: str) -> Path:
+    """The next free ``runs/<task>-<number>``, made: two runs that start at once get two."""
     name = task.partition("?")[0]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).stem if name.startswith("jsonl:") else name).strip("-")
-    number = 1
-    while (Path("runs") / f"{name or 'run'}-{number}").exists():
-        number += 1
-    return Path("runs") / f"{name or 'run'}-{number}"
+    for number in itertools.count(1):
+        path = Path("runs") / f"{name or 'run'}-{number}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"cannot make {path}: {error.strerror}", "choose another folder with --run") from error
+    raise AssertionError("unreachable")
 
 
 def _take_lock(path: Path) -> int:

@@ -303,6 +303,11 @@ def test_names_of_new_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):  # fmt: skip
         with RunFolder.create(load(None, {"task": task})) as folder:
             assert folder.path == Path("runs") / name
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").write_text("")
+    with pytest.raises(RunError, match="cannot make runs/home-1"):
+        RunFolder.create(load(None, {}))
 
 
 def test_folders_that_cannot_be(run: Path, tmp_path: Path) -> None:

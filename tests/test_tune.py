@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import reference
 from test_history import disk, fill  # noqa: F401 - a fixture
 
 from edgees import native, report, tune
@@ -23,8 +24,8 @@ from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.toy import ToyEngine
 from edgees.checkpoint import best_record
 from edgees.config import Config, load
-from edgees.delta import Delta
-from edgees.errors import Interrupted, ModelError, RunError, ScorerError, UsageError, WillNotFit
+from edgees.delta import Delta, Step
+from edgees.errors import EngineError, Interrupted, ModelError, RunError, ScorerError, UsageError, WillNotFit
 from edgees.history import History
 from edgees.report import Silent
 from edgees.tasks.rows import Row, Task
@@ -750,7 +751,27 @@ def test_tasks_bring_their_own_settings(tmp_path: Path) -> None:
     assert (header["pairs"], header["config"]["rows"], header["config"]["generations"]) == (3, 5, 1)
 
 
-def test_members_that_the_toy_makes_are_those_of_the_contract() -> None:
-    engine = ToyEngine()
-    with pytest.raises(Exception, match="needs an attached delta"):
-        engine.generate([Request(Member(1, 0.1), (1, 2), 4)])
+@pytest.mark.parametrize(
+    ("scope", "kind", "rank"),
+    [("full", "sign", 1), ("full", "lowrank", 3), ("full", "normal", 1), ("adapter", "lowrank", 2)],
+)
+def test_a_member_of_the_toy_is_what_the_twin_says(tmp_path: Path, scope: str, kind: str, rank: int) -> None:
+    """Base + delta + amplitude * rho * eps, for matrices and vectors, in both kinds of view."""
+    engine = ToyEngine("toy:seed=2")
+    spec = tune.spec_of(config(tmp_path, scope=scope, noise=kind, rank=rank, factors=5, seed=9), engine)
+    member = Member(reference.make_key(9, 3, 1), -0.07, 3 * 4 + 1, 1, -1)
+    with pytest.raises(EngineError, match="needs an attached delta"):
+        engine.weights(member)
+    with Delta.create(tmp_path / "d.safetensors", spec) as delta:
+        delta.apply(Step(0, (1, 2), (0, 1), (0.125, -0.25), 1.0))
+        engine.attach(delta)
+        for t in spec.tensors:
+            expected = engine.base[t.name] + delta.rows(t.name, 0, t.rows)
+            if scope == "adapter" and not t.vector:
+                pool = reference.pool(9, t.id, t.cols, 5)
+                eps = reference.adapter_noise(member.key, member.slot, t.id, t.rows, pool, rank)
+            else:
+                value, s = reference.integers(kind, member.key, t.id, t.rows, t.cols, rank, vector=t.vector)
+                eps = value.astype(np.float32) * s
+            expected = expected + np.float32(-0.07 * t.rho) * eps
+            np.testing.assert_array_equal(engine.weights(member)[t.name], expected)
