@@ -226,6 +226,11 @@ class _InChild:
         arguments: dict[str, Any] = {"completions": list(completions)}
         if self._function == "gym":
             arguments["entries"] = [row.entry for row in rows]
+            if None in arguments["entries"]:
+                raise ScorerError(
+                    f"the scorer {self.name} judges only rows of the task of that name",
+                    "Name a scorer that fits the task, or leave --reward out for the task's own.",
+                )
         else:
             arguments["answers"] = [as_text(row.columns.get("answer", row.answer)) for row in rows]
         return self._values(arguments, len(rows))
@@ -245,7 +250,7 @@ class _InChild:
             raise ScorerError(
                 f"the scorer {self.name} did not return within {seconds:g} s ({doing})"
                 + (f"; it was at {where}" if where else ""),
-                "Its process was stopped. Give the function a limit of its own, or raise the scorer's deadline.",
+                "Its process was stopped. Give the function a limit of its own, or more time: --scorer-timeout.",
             ) from error
         except ChildDied as error:
             raise ScorerError(

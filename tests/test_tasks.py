@@ -16,7 +16,7 @@ import pytest
 
 from edgees import rewards
 from edgees.config import Config
-from edgees.errors import DataError, EdgeesError, MissingExtra, UsageError
+from edgees.errors import DataError, EdgeesError, MissingExtra, ScorerError, UsageError
 from edgees.tasks import home, load_task, sums
 from edgees.tasks.jsonl import read_rows
 from edgees.tasks.reading import json_object, number, same
@@ -315,7 +315,8 @@ def test_home_answers_are_calls_of_the_schema_and_full_credit_is_theirs_alone(th
         "", "hello", "[]", '{"tool":"light"}', '{"tool":"oven","room":"hall","set":"on","at":"now"}',
         '{"tool":"heat","room":"hall","set":"on","at":"now"}', '{"tool":"heat","room":"hall","set":"20","at":"now"}',
         '{"tool":["light"],"room":"hall","set":"on","at":"now"}', '{"tool":"light","room":"","set":"on","at":"now"}',
-        '{"tool":"light","room":"hall","set":"on","at":"13:00 pm"}', '{"tool":"light","room":"hall","set":"on","at":"07:15 am"}',
+        '{"tool":"light","room":"hall","set":"on","at":"13:00 pm"}',
+        '{"tool":"light","room":"hall","set":"on","at":"07:15 am"}',
         '{"tool":"light","room":"hall","set":"on","at":"now","x":1}',
         'ok {"tool":"light","room":"hall","set":"on","at":"now"}',
         '{"tool":"light","room":3,"set":"on","at":"now"}',
@@ -475,6 +476,11 @@ def test_reasoning_gym_rows_scores_and_determinism(tmp_path: Path) -> None:
         load_task(spec, eval_data=write(tmp_path / "e.jsonl", {"prompt": "x"}))
 
 
+def test_reasoning_gym_scores_no_foreign_rows() -> None:
+    with rewards.load(["reasoning_gym:chain_sum"]) as scorer, pytest.raises(ScorerError, match="judges only rows of"):
+        scorer.dry_run(sums.load().train)
+
+
 def test_reasoning_gym_entries_with_tuples_survive_the_way_to_the_scorer() -> None:
     pytest.importorskip("reasoning_gym")
     task = load_task("reasoning_gym:word_ladder?size=4")
@@ -509,8 +515,9 @@ def test_a_key_twice_spoils_only_its_object() -> None:
     ("text", "value", "bare"),
     [
         ("8", 8, True), (" -8 \n", -8, True), ("+8", 8, True), ("8.0", 8, True), ("1,000", 1000, True),
-        ("1e3", 1000, True),        (".5", 0.5, True), ("\u22125", -5, True), ("3 + 5 = 8", 8, False), ("It is 8.", 8, False), ("$8", 8, False),
-        ("3-5", 5, False), ("x8", None, False), ("", None, False), ("eight", None, False), ("-", None, False),
+        ("1e3", 1000, True), (".5", 0.5, True), ("\u22125", -5, True), ("3 + 5 = 8", 8, False),
+        ("It is 8.", 8, False), ("$8", 8, False), ("3-5", 5, False), ("x8", None, False), ("", None, False),
+        ("eight", None, False), ("-", None, False),
         ("1" * 5000, None, False), ("1,2,3", 3, False), ("1e9999", None, False),
     ],
 )  # fmt: skip
