@@ -26,8 +26,8 @@ class NativeBuild(build_ext):
         extra = os.environ.get("EDGEES_CXXFLAGS", "").split()
         for ext in self.extensions:
             # -ffp-contract=off: a fused multiply-add where the contract has two roundings changes the noise.
-            ext.extra_compile_args = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
-                                      "-Wall", "-Wextra", *extra]
+            flags = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra"
+            ext.extra_compile_args = [*flags.split(), *extra]
             ext.extra_link_args = ["-pthread", *extra]
         super().build_extensions()
 

@@ -78,7 +78,8 @@ struct edgees_tensor {
   const void* base;      // file rows
   int64_t row_stride;    // bytes between file rows
   uint32_t id;           // canonical tensor id
-  float rho;             // RMS of the base
+  float rho;             // multiplies amplitudes: RMS of the base, or 1
+  float cell;            // cell width where the base is of a float type
   int bits;              // residual plane: 0 none, 2, 4, 8
   int span;              // its span exponent
   const uint8_t* plane;  // file rows

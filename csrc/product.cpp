@@ -49,7 +49,7 @@ struct Owner {
 };
 
 void decode_rows(const edgees_tensor& t, int64_t row, int64_t n, float* scratch, float* out) {
-  const Plane plane{t.bits, t.span, t.rho * 0.25f};
+  const Plane plane{t.bits, t.span, t.cell};
   const int64_t stride = plane_bytes(t.bits, t.cols);
   for (int64_t r = row; r < row + n; ++r) {
     decode_row(t.type, static_cast<const uint8_t*>(t.base) + r * t.row_stride, t.cols, plane,

@@ -152,6 +152,15 @@ class Config:
         """Where the delta lives: ``refined``, ``adapter`` or ``lattice`` (design.md)."""
         return "refined" if self.scope == "full" else self.scope
 
+    @property
+    def pattern(self) -> str:
+        """Regular expression over the names of tensors to tune; '' for all.
+
+        An adapter is to be exported exactly, so its scope leaves out what no LoRA file holds for every model: norms,
+        biases, and the embedding (which may be the head too), unless ``params`` says otherwise.
+        """
+        return self.params or (r"^(?!.*(embed|norm|\.bias$))" if self.scope == "adapter" else "")
+
     def with_defaults(self, defaults: Mapping[str, Any], source: str = "task") -> Config:
         """Fill what the user left open with a task's own defaults."""
         chosen = {k: v for k, v in defaults.items() if k not in self.given}

@@ -34,7 +34,7 @@ class DeltaSpec:
     """Everything that fixes the meaning of a delta file.
 
     view: ``refined``, ``adapter`` or ``lattice``; bits: of the residual plane (r); factors: K of the adapter view;
-    kind, rank: of the noise; seed: the run's.
+    kind, rank: of the noise; seed: the run's; absolute: amplitudes are not relative to each tensor's RMS.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -44,12 +44,17 @@ class DeltaSpec:
     kind: str
     rank: int
     seed: int
+    absolute: bool = False
+
+    def scale(self, info: TensorInfo) -> float:
+        """What amplitudes and steps are multiplied with: the tensor's RMS, or 1 where they are absolute."""
+        return 1.0 if self.absolute else info.rho
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; floats round-trip exactly. Tensors are ``[name, source, rows, cols, vector, rho, heads]``."""
         return {
             "noise": noise.VERSION, "view": self.view, "bits": self.bits, "factors": self.factors, "kind": self.kind,
-            "rank": self.rank, "seed": self.seed,
+            "rank": self.rank, "seed": self.seed, "absolute": self.absolute,
             "tensors": [[t.name, t.source, t.rows, t.cols, t.vector, t.rho, t.heads] for t in self.tensors],
         }  # fmt: skip
 
@@ -68,7 +73,7 @@ class DeltaSpec:
             )
             spec = DeltaSpec(
                 tensors, str(data["view"]), int(data["bits"]), int(data["factors"]), str(data["kind"]),
-                int(data["rank"]), int(data["seed"]),
+                int(data["rank"]), int(data["seed"]), bool(data["absolute"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(
@@ -333,11 +338,11 @@ class Delta:
     def _write(self, entry: _Entry, row: int, data: np.ndarray) -> None:
         _pwrite(self._fd, data.reshape(-1).view(np.uint8).data, entry.offset + row * entry.cols * 4)
 
-    def _native_arguments(self, step: Step, rho: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _native_arguments(self, step: Step, scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return (
             np.array(step.keys, np.uint64),
             np.array(step.slots, np.uint32),
-            np.array([np.float32(c * rho) for c in step.coefs], np.float32),
+            np.array([np.float32(c * scale) for c in step.coefs], np.float32),
         )
 
     def _update_piece(
@@ -354,7 +359,7 @@ class Delta:
         total = 0.0
         square = np.empty(CHUNK_BYTES // 4, np.float64)
         for entry in self._entries.values():
-            keys, _, coefs = self._native_arguments(step, entry.info.rho)
+            keys, _, coefs = self._native_arguments(step, self.spec.scale(entry.info))
             part = 0.0
             for row, piece in self._pieces(entry):
                 self._read(entry, row, piece)
@@ -367,7 +372,7 @@ class Delta:
     def _apply_adapter(self, step: Step) -> None:
         for name, entry in self._entries.items():
             array, info = self._arrays[name], entry.info
-            keys, slots, coefs = self._native_arguments(step, info.rho)
+            keys, slots, coefs = self._native_arguments(step, self.spec.scale(info))
             if info.vector:
                 self._update_piece(entry, 0, array, step, keys, coefs)
             else:

@@ -89,7 +89,7 @@ def open_engine(settings: Config, path: Path, *, plain: bool) -> LlamaCppEngine:
     """An engine under the conditions of the run. plain: stock llama.cpp, without our backend."""
     return LlamaCppEngine(
         path, context=settings.context, parallel=settings.parallel, threads=settings.threads, plain=plain,
-        params=settings.params or None,
+        params=settings.pattern or None,
     )  # fmt: skip
 
 

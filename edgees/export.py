@@ -298,7 +298,7 @@ class _Export:
             answers = [c.tokens for c in plain.generate(requests)]
             texts = [[*prompts[i], *a] for i, a in zip(usable, answers, strict=True)]
             theirs = [plain.logits(t)[len(prompts[i]) - 1 :] for i, t in zip(usable, texts, strict=True)]
-        with LlamaCppEngine(self.run.base.path, threads=threads, params=self.run.settings.params or None) as engine:
+        with LlamaCppEngine(self.run.base.path, threads=threads, params=self.run.settings.pattern or None) as engine:
             engine.attach(self.run.delta)
             same = [tuple(engine.encode_chat(chat)) for chat in chats] == prompts
             greedy = [c.tokens for c in engine.generate(requests)]

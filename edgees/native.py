@@ -28,8 +28,8 @@ class Tensor(ctypes.Structure):
 
     _fields_ = [
         ("type", _i32), ("heads", _i32), ("rows", _i64), ("cols", _i64), ("base", _ptr), ("row_stride", _i64),
-        ("id", _u32), ("rho", _f32), ("bits", _i32), ("span", _i32), ("plane", _ptr), ("factors", _i32), ("a", _ptr),
-        ("pool", _ptr), ("delta", _ptr), ("lattice", _i32),
+        ("id", _u32), ("rho", _f32), ("cell", _f32), ("bits", _i32), ("span", _i32), ("plane", _ptr), ("factors", _i32),
+        ("a", _ptr), ("pool", _ptr), ("delta", _ptr), ("lattice", _i32),
     ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def lib() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeError(f"{path} cannot be loaded: {error}", hint="rebuild it on this machine: pip install .") from error
+        raise NativeError(f"{path} cannot be loaded: {error}", hint="rebuild it here: pip install .") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:

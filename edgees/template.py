@@ -98,9 +98,7 @@ class ChatTemplate:
         self._cached_chars = 0
         self._cache_lock = threading.Lock()
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
         """The text of a conversation, special tokens spelt out.
 
         messages: ``{"role", "content"}`` and whatever else the template understands (JSON types only).

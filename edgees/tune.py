@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +304,13 @@ def open_engine(config: Config) -> Engine:
     if config.engine == "toy":
         from edgees.backends.toy import ToyEngine
 
-        return ToyEngine(config.model, params=config.params)
+        return ToyEngine(config.model, params=config.pattern)
     if config.engine == "llamacpp":
         from edgees.backends.llamacpp import LlamaCppEngine
 
         return LlamaCppEngine(
             model_path.resolve(config.model), context=config.context, parallel=config.parallel,
-            threads=config.threads, params=config.params or None,
+            threads=config.threads, params=config.pattern or None,
         )  # fmt: skip
     raise UsageError("the torch engine is not there yet", "use --engine llamacpp")
 
@@ -324,19 +324,17 @@ def base_hash(config: Config) -> str:
 
 
 def spec_of(config: Config, engine: Engine) -> DeltaSpec:
-    """What is tuned, and how. With ``sigma_abs`` all amplitudes are absolute: rho is 1 for every tensor."""
-    tensors = engine.tensors
-    if config.sigma_abs is not None:
-        tensors = [replace(t, rho=1.0) for t in tensors]
+    """What is tuned, and how."""
     view = config.view
     return DeltaSpec(
-        tuple(tensors),
+        tuple(engine.tensors),
         view,
         config.bits if view == "refined" else 0,
         config.factors if view == "adapter" else 0,
         config.noise,
         config.rank,
         config.seed,
+        absolute=config.sigma_abs is not None,
     )
 
 

@@ -12,7 +12,6 @@ ratio > 1: we are better. Let the machine be idle otherwise.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -58,21 +57,26 @@ class Runner:
         self.folder = tempfile.TemporaryDirectory()
         if kind is not None:
             spec = DeltaSpec(
-                tuple(self.engine.tensors), view, 4 if view == "refined" else 0, 32 if view == "adapter" else 0, kind, 1, 1
+                tuple(self.engine.tensors),
+                view,
+                4 if view == "refined" else 0,
+                32 if view == "adapter" else 0,
+                kind,
+                1,
+                1,
             )
             delta = Delta.create(Path(self.folder.name) / "delta.safetensors", spec)
             self.engine.attach(delta)
             keys = tuple(noise.make_key(1, 9, p) for p in range(4))
             delta.apply(Step(0, keys, (0, 1, 2, 3), (0.01, -0.01, 0.01, 0.01), 1.0))
             self.engine.refresh()
-        api = self.engine.api
-        if flash:
-            default = api.llama_context_default_params
+        if flash:  # the engine never switches it on: see edgees/backends/llamacpp.py
             original = llamacpp.set_fields
-            llamacpp.set_fields = lambda s, **v: original(s, **{**v, **({"flash_attn_type": 1} if "flash_attn_type" in v else {})})
+            llamacpp.set_fields = lambda struct, **values: original(
+                struct, **{k: 1 if k == "flash_attn_type" else v for k, v in values.items()}
+            )
             self.context = self.engine._need(512, streams)
             llamacpp.set_fields = original
-            assert default is api.llama_context_default_params
         else:
             self.context = self.engine._need(512, streams)
         self.streams = streams
@@ -115,7 +119,14 @@ class Runner:
         self.folder.cleanup()
 
 
-CASES = [("decode", 1, 48), ("decode", 2, 32), ("decode", 8, 24), ("decode", 32, 12), ("prompt", 1, 256), ("prompt", 2, 128)]
+CASES = [
+    ("decode", 1, 48),
+    ("decode", 2, 32),
+    ("decode", 8, 24),
+    ("decode", 32, 12),
+    ("prompt", 1, 256),
+    ("prompt", 2, 128),
+]
 
 
 def speed(path: Path, rounds: int, kinds: list[str]) -> list[dict[str, object]]:
@@ -145,15 +156,54 @@ def speed(path: Path, rounds: int, kinds: list[str]) -> list[dict[str, object]]:
     return figures
 
 
+def plain(path: str, task: str, rows: int, members: int) -> None:
+    """Child process: plain llama.cpp answers what one generation of tune answers, and no more."""
+    import resource
+
+    from edgees import rollout
+    from edgees.backends.llamacpp import LlamaCppEngine
+    from edgees.config import Config
+    from edgees.tasks import load_task
+
+    loaded = load_task(task)
+    config = Config().with_defaults(loaded.defaults, task)
+    engine = LlamaCppEngine(path, plain=True)
+    settings = rollout.Settings(config.max_tokens or loaded.max_tokens, loaded.conversation)
+    rollout.play(engine, [CENTRE] * members, loaded.train[:rows], settings)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def memory(path: Path, task: str, rows: int, pairs: int) -> list[dict[str, object]]:
+    figures = []
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench; "
+    call = f"bench.plain({str(path)!r}, {task!r}, {rows}, {2 * pairs})"
+    rival = int(subprocess.run([sys.executable, "-c", code + call], check=True, capture_output=True, text=True).stdout)
+    weights = os.path.getsize(path)
+    for scope, bits in (("adapter", 0), ("lattice", 0), ("full", 2), ("full", 4), ("full", 8)):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "2",
+                "--pairs", str(pairs), "--rows", str(rows), "--eval-every", "0", "--eval-rows", "8", "--scope", scope,
+                "--run", f"{folder}/run", "--json",
+            ]  # fmt: skip
+            command += ["--bits", str(bits)] if bits else []
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            peak = int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
+        figures.append(
+            {"name": f"peak RSS, {scope}{f' r={bits}' if bits else ''}", "value": peak / 2**20, "rival": rival / 2**20,
+             "ratio": rival / peak, "unit": "MiB", "runs": 1, "file_mib": weights / 2**20}
+        )  # fmt: skip
+        say(figures[-1])
+    return figures
+
+
 def say(figure: dict[str, object]) -> None:
-    print(
-        "{name:32} {value:9.1f}   stock {rival:9.1f}   ratio {ratio:5.2f}  {unit}".format(**figure), file=sys.stderr
-    )
+    print("{name:32} {value:9.1f}   stock {rival:9.1f}   ratio {ratio:5.2f}  {unit}".format(**figure), file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed"])
+    parser.add_argument("what", choices=["speed", "memory"])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", default="lowrank", help="comma-separated: lowrank, lowrank/adapter, sign, normal")
@@ -162,7 +212,10 @@ def main() -> None:
     from edgees.model_path import resolve
 
     path = Path(resolve(arguments.model))
-    figures = speed(path, arguments.rounds, arguments.kinds.split(","))
+    if arguments.what == "speed":
+        figures = speed(path, arguments.rounds, arguments.kinds.split(","))
+    else:
+        figures = memory(path, "home", 8, 16)
     if arguments.json:
         print(json.dumps({"machine": machine(), "figures": figures}))
 

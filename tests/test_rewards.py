@@ -274,7 +274,7 @@ def test_case_28_a_scorer_that_never_returns_is_stopped_at_its_deadline(tmp_path
     start = time.monotonic()
     with pytest.raises(ScorerError, match=r"score\.py:reward did not return within 0\.5 s \(scoring\)") as caught:
         scored(tmp_path, source, deadline=0.5)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert "it was at score.py:" in caught.value.message
 
 
@@ -499,7 +499,7 @@ def test_case_37_a_chat_template_cannot_reach_out_or_take_for_ever() -> None:
             start = time.monotonic()
             with pytest.raises(TemplateError, match=re.compile(words, re.IGNORECASE)):
                 template.render([{"role": "user", "content": "hi"}])
-            assert time.monotonic() - start < 15
+            assert time.monotonic() - start < 30
     with ChatTemplate(None) as template:
         assert (
             template.render([{"role": "user", "content": "hi"}])

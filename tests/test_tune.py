@@ -120,7 +120,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"shaping": "raw", "lr": 0.02},
         {"shrink": False, "noise": "sign"},
         {"noise": "normal"},
-        {"scope": "adapter", "factors": 8},
+        {"scope": "adapter", "factors": 8, "params": "."},
         {"scope": "lattice"},
         {"loglik": 1.0},
         {"sigma_abs": 0.02, "lr": 0.1},

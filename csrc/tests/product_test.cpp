@@ -124,6 +124,7 @@ Case make(int type, int64_t rows, int64_t cols, int heads, int view) {
   c.t.row_stride = row_bytes(type, cols);
   c.t.id = 77;
   c.t.rho = 0.3f;
+  c.t.cell = 0.075f;
   if (view == 1) {
     c.delta.resize(static_cast<size_t>(rows * cols));
     for (auto& v : c.delta) v = 0.02f * random_float();

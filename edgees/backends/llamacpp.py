@@ -384,8 +384,10 @@ class LlamaCppEngine:
         for row in range(0, rows, step):
             n = min(step, rows - row)
             w = blocks.decode(t.type_name, self.file.raw(source, row, n), n, cols)
-            part = float(np.dot(w.reshape(-1), w.reshape(-1)).astype(np.float64)) if n * cols < 4096 else float(
-                np.square(w, dtype=np.float64).sum()
+            part = (
+                float(np.dot(w.reshape(-1), w.reshape(-1)).astype(np.float64))
+                if n * cols < 4096
+                else float(np.square(w, dtype=np.float64).sum())
             )
             if not np.isfinite(part):
                 raise ModelError(
@@ -429,8 +431,9 @@ class LlamaCppEngine:
     def _struct(self, t: TensorInfo) -> native.Tensor:
         file_type = self.file.tensors[t.source].type_name
         return native.Tensor(
-            type=blocks.TYPES[file_type].id, heads=t.heads, rows=t.rows, cols=t.cols, id=t.id, rho=t.rho,
-            row_stride=blocks.row_bytes(file_type, t.cols),
+            type=blocks.TYPES[file_type].id, heads=t.heads, rows=t.rows, cols=t.cols, id=t.id,
+            row_stride=blocks.row_bytes(file_type, t.cols), cell=t.rho / 4,
+            rho=self._delta.spec.scale(t) if self._delta else t.rho,
         )  # fmt: skip
 
     # ---- what it is
@@ -614,7 +617,7 @@ class LlamaCppEngine:
             base = blocks.decode(stored.type_name, self.file.raw(source), rows, cols)
             learned = self._delta.vector(t.name)[None, :] if t.vector else self._delta.rows(t.name, 0, rows)
             order = t.source_to_canonical()
-            return base + (learned if order is None else learned[order])
+            return np.asarray(base + (learned if order is None else learned[order]))
         if struct.lattice:
             return blocks.decode(stored.type_name, self._learned[source], rows, cols)
         out = np.empty((rows, cols), np.float32)

@@ -116,9 +116,9 @@ class ToyEngine:
             raise EngineError("a perturbed member needs an attached delta")
         weights = dict(self._centre)
         for info in self._delta.spec.tensors:
-            weights[info.name] = weights[info.name] + np.float32(member.amplitude * info.rho) * self._noise(
-                info, member
-            )
+            weights[info.name] = weights[info.name] + np.float32(
+                member.amplitude * self._delta.spec.scale(info)
+            ) * self._noise(info, member)
         return weights
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
