@@ -675,7 +675,8 @@ def _fits_lora(run: Run, info: TensorInfo) -> bool:
     if reason:
         raise UsageError(
             f"{run.folder} also tuned {info.name}, which is {reason}: no LoRA holds that",
-            "export --to gguf or safetensors, which hold everything; or tune matrices only: --params proj",
+            "export --to gguf or safetensors, which hold everything; or tune without --params: the adapter scope then tunes "
+            "what a LoRA holds",
         )
     return False
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgees import config, model_path
-from edgees.backends.llamacpp import LlamaCppEngine
+from edgees import config, tune
 from edgees.checkpoint import RunFolder
-from edgees.delta import Delta, DeltaSpec
+from edgees.delta import Delta
 from edgees.history import History
 
 
@@ -19,15 +18,8 @@ def make_run(
     """A run on ``model`` with ``generations`` steps of about ``lr`` times each tensor's RMS; its best is the last."""
     given = {"model": str(model), "run": str(run), "scope": scope, "pairs": 4, "seed": 7, "factors": 8, **options}
     settings = config.load(None, given)
-    view = settings.view
-    with (
-        LlamaCppEngine(model_path.resolve(str(model)), params=settings.params or None) as engine,
-        RunFolder.create(settings) as folder,
-    ):
-        spec = DeltaSpec(
-            tuple(engine.tensors), view, settings.bits if view == "refined" else 0,
-            settings.factors if view == "adapter" else 0, settings.noise, settings.rank, settings.seed,
-        )  # fmt: skip
+    with tune.open_engine(settings) as engine, RunFolder.create(settings) as folder:
+        spec = tune.spec_of(settings, engine)
         header = {
             "base": engine.base_hash, "config": settings.public(free=False), "seed": settings.seed,
             "pairs": settings.pairs, "delta": spec.to_dict(), "data": "",

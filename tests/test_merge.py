@@ -44,7 +44,7 @@ def decoded(file: GgufFile, name: str) -> np.ndarray:
     [
         ("llama", "full", {"bits": 4}),
         ("llama", "full", {"bits": 8, "sigma_abs": 0.01}),
-        ("llama", "adapter", {}),
+        ("llama", "adapter", {"params": "."}),
         ("llama", "lattice", {}),
         ("qwen2", "full", {"bits": 2}),
         ("gemma3", "lattice", {}),
