@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from edgees import blocks, evaluate, hf_layout, merge, noise
+from edgees import blocks, evaluate, hf_layout, merge, moments, noise
 from edgees.backends.base import CENTRE, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.errors import EdgeesError, ExportError, UsageError
@@ -48,6 +48,8 @@ KL_BOUNDS = {"F32": 1e-3, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 3e-2, "same": 3e-2,
 model, up to which an export counts as what was scored. Measured on SmolLM2-135M: 0, 5e-6, 3e-4, 7e-3, 4e-3, 4e-3; for
 the last three most of it is stock llama.cpp's rounding of activations to 8 bits in quantised products. Other types are
 re-rounded; their loss is told instead."""
+CALIBRATION_ROWS = 48
+"""Training rows whose activations say which rounding errors matter."""
 CHATS = (
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -235,11 +237,35 @@ class _Export:
         self.say(f"writing {run.weights} weights (generation {run.delta.generation}) as {to} {self.type_name or ''}")
         if to == "gguf":
             self.written = self.names()
-            self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name))
+            found = None if self.type_name in merge.EXACT else self.moments()
+            self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name), found)
         elif to == "safetensors":
             self.written = write_safetensors(self.effective, stage, str(self.type_name))
         else:
             self.written = write_adapter(self.run, stage, self.names()[0])
+
+    def moments(self) -> dict[str, np.ndarray] | None:
+        """What the tuned model's matrices are multiplied with on training rows, for careful rounding."""
+        run, settings = self.run, self.run.settings
+        try:
+            task, scorer = evaluate.open_task(settings)
+        except EdgeesError as error:
+            self.notes.append(f"rounded without regard to the task: {error.message}")
+            return None
+        scorer.close()
+        rows = task.train[:CALIBRATION_ROWS]
+        names = [t.name for t in run.base.tensors.values() if len(t.dims) == 2 and t.name.startswith("blk.")]
+        self.say(f"reading {len(rows)} training rows, to round with care")
+        with evaluate.open_engine(settings, run.base.path, plain=False) as engine:
+            engine.attach(run.delta)
+            nothing: list[tuple[int, ...]] = [()] * len(rows)
+            texts = [[*p, *t] for p, t in evaluate.targets(engine, rows, task, settings, nothing)]
+            found = moments.gather(engine, [t for t in texts if len(t) <= engine.context_length], names)
+        if len(found) < len(names):
+            self.notes.append(
+                f"{len(names) - len(found)} of {len(names)} matrices are rounded without regard to the task"
+            )
+        return found
 
     # ---- checks
     def verify(self, stage: Path) -> dict[str, Any]:
@@ -675,8 +701,7 @@ def _fits_lora(run: Run, info: TensorInfo) -> bool:
     if reason:
         raise UsageError(
             f"{run.folder} also tuned {info.name}, which is {reason}: no LoRA holds that",
-            "export --to gguf or safetensors, which hold everything; or tune without --params: the adapter scope then tunes "
-            "what a LoRA holds",
+            "export --to gguf or safetensors, which hold everything; or tune with the adapter scope's own --params",
         )
     return False
 

@@ -264,8 +264,6 @@ def q8_0(x: np.ndarray) -> np.ndarray:
 
 
 _SHRINK = (1.0, 0.94, 0.88, 0.8)
-LARGEST_MOMENT = 8192
-"""Columns up to which errors are fed back: the second moments of an input take 4 * columns^2 bytes."""
 
 
 def round_affine(
@@ -282,7 +280,7 @@ def round_affine(
     x = np.ascontiguousarray(x, np.float32)
     rows, cols = x.shape
     old = None if start is None else np.ascontiguousarray(start).reshape(rows, cols // 32, -1)
-    if moment is None or cols > LARGEST_MOMENT:
+    if moment is None:
         d, m, q = _fit(
             x.reshape(-1, 32),
             type_name,
@@ -487,12 +485,13 @@ def write_gguf(
 
     Every key, the tokenizer and the chat template are kept; ``edgees.base`` names the base by its hash (case 5). A
     tied head stays tied. K mixes are made by llama.cpp's quantiser from a temporary F16 file beside the target.
+    moments: see :mod:`edgees.moments`; four- and five-bit types are rounded with them, K mixes with their diagonals.
     Errors: ExportError, WillNotFit; the target is then as it was before.
     """
     base = effective.base
     metadata: dict[str, Any] = {"edgees.base": base.sha256(), "edgees.generation": int(effective.delta.generation)}
     if type_name in K_MIXES:
-        return _through_llama(effective, target, type_name)
+        return _through_llama(effective, target, type_name, moments)
     if type_name != SAME:
         metadata["general.file_type"] = int(FILE_TYPES[type_name])
     if type_name not in FLOATS:
@@ -503,13 +502,15 @@ def write_gguf(
     return chosen.notes
 
 
-def _through_llama(effective: Effective, target: Path, type_name: str) -> list[str]:
+def _through_llama(
+    effective: Effective, target: Path, type_name: str, moments: dict[str, np.ndarray] | None
+) -> list[str]:
     wide = target.with_name(f".{target.name}.f16.part")
     small = target.with_name(f".{target.name}.quantised.part")
     try:
         notes = write_gguf(effective, wide, "F16")
         require_space(target, wide.stat().st_size)  # llama.cpp itself would not tell a full disk from another fault
-        quantize(wide, small, type_name)
+        quantize(wide, small, type_name, importance={n: np.diag(m) for n, m in (moments or {}).items()})
         with GgufFile(small) as made:
             notes += [
                 f"{t.name} becomes {t.type_name}: its {t.shape[1]} columns are not a multiple of 256, "

@@ -101,6 +101,22 @@ def test_a_rounded_type_is_scored_again_and_the_loss_is_said(run: Path, tmp_path
     assert any("not bounded" in line for line in lines)
 
 
+def test_care_in_rounding_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = models.tiny_gguf(tmp_path / "m.gguf", n_embd=256, n_ff=256, quant="Q8_0")
+    run = make_run(tmp_path / "run", path, task="sums")
+    monkeypatch.setattr(export._Export, "rescore", lambda *_: None)
+    monkeypatch.setattr(export, "CHATS", ("What is 3 plus 4?", "Add 7 and 2.", "1 + 5 ="))
+    loss, files = [], []
+    for care in (True, False):
+        if not care:
+            monkeypatch.setattr(export._Export, "moments", lambda *_: None)
+        made = export.export(run, "gguf", tmp_path / "out", type_name="Q4_1", verify=True, force=True)
+        loss.append(made["verify"]["kl"]["mean"])
+        files.append(export.export(run, "gguf", tmp_path / "k", type_name="Q4_K_M", force=True)["files"][0]["sha256"])
+    assert loss[0] < 0.85 * loss[1], loss
+    assert files[0] != files[1]  # llama.cpp's quantiser listens, too
+
+
 def test_a_float_base_keeps_its_type_and_a_lattice_run_its_bits(tmp_path: Path) -> None:
     path = models.tiny_gguf(tmp_path / "f.gguf", quant="F16", embd="F16")
     made = export.export(make_run(tmp_path / "float", path), "gguf", tmp_path / "out")

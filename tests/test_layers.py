@@ -30,7 +30,7 @@ ROWS: list[list[str]] = [
     ["update"],
     ["history"],
     ["checkpoint"],
-    ["merge"],
+    ["merge", "moments"],
     ["evaluate", "report"],
     ["context", "export"],
     ["tune"],

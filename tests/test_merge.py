@@ -11,7 +11,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from runs import make_run
 
-from edgees import blocks, gguf_file, merge
+from edgees import blocks, gguf_file, merge, moments
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.errors import EdgeesError, ExportError, RunError, WillNotFit
 from edgees.gguf_file import GgufFile
@@ -144,6 +144,27 @@ def test_error_feedback_keeps_the_layers_output() -> None:
         return float((((gguf.quants.dequantize(raw.reshape(48, -1), kind) - w) @ inputs.T) ** 2).mean())
 
     assert loss(merge.round_affine(w, "Q4_1", moment)) < 0.5 * loss(merge.round_affine(w, "Q4_1"))
+
+
+def test_moments_are_those_of_the_layers_inputs(model: Path, run: Path) -> None:
+    texts = [[5, 91, 33, 260, 17, 7], [8, 100, 9], [1, 2, 3]]
+    with merge.open_run(run) as opened:
+        effective = Effective(opened.base, opened.delta)
+        names = [n for n, t in opened.base.tensors.items() if n.startswith("blk") and not t.vector]
+        with LlamaCppEngine(model) as engine:
+            engine.attach(opened.delta)
+            found = moments.gather(engine, texts, names)
+        assert set(found) == set(names)
+        tokens = [token for text in texts for token in text[:-1]]  # the last one is only predicted
+        x = effective.rows("token_embd.weight")[tokens]
+        x = x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-5) * effective.rows("blk.0.attn_norm.weight")
+        assert np.allclose(found["blk.0.attn_q.weight"], x.T @ x / len(tokens), rtol=1e-3, atol=1e-4)
+    for i in range(2):
+        q, k, v, o, gate, up, down = (
+            found[f"blk.{i}.{part}.weight"]
+            for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        )
+        assert q is k is v and gate is up and o is not q and up is not o and down.shape == (256, 256)
 
 
 @pytest.mark.parametrize("type_name", ["Q4_1", "Q4_0", "Q5_1", "Q4_K_M", "Q6_K"])

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +128,17 @@ def version() -> str:
     return str(llama_cpp.__version__)
 
 
-def quantize(source: str | os.PathLike[str], target: str | os.PathLike[str], type_name: str, threads: int = 0) -> None:
+def quantize(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    type_name: str,
+    threads: int = 0,
+    importance: Mapping[str, np.ndarray] | None = None,
+) -> None:
     """Requantise a GGUF file with llama.cpp's own quantiser (``llama_model_quantize``), in process.
 
-    ``type_name``: a llama.cpp file type such as ``Q4_K_M``. Errors: ModelError with llama.cpp's own words.
+    ``type_name``: a llama.cpp file type such as ``Q4_K_M``. ``importance``: by tensor, float32 [cols], mean square of
+    what each column is multiplied with. Errors: ModelError with llama.cpp's own words.
     """
     api = _library()
     number = getattr(api, f"LLAMA_FTYPE_MOSTLY_{type_name}", getattr(api, f"LLAMA_FTYPE_ALL_{type_name}", None))
@@ -140,6 +147,13 @@ def quantize(source: str | os.PathLike[str], target: str | os.PathLike[str], typ
     params = api.llama_model_quantize_default_params()
     nthread = native.threads(threads or None)
     set_fields(params, ftype=number, nthread=nthread, allow_requantize=True)
+    kept = {name.encode(): np.ascontiguousarray(v, np.float32) for name, v in (importance or {}).items()}
+    table = (api.llama_model_imatrix_data * (len(kept) + 1))()  # the last one, all null, ends it
+    for entry, (name, values) in zip(table, kept.items(), strict=False):
+        data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        set_fields(entry, name=name, data=data, size=len(values))
+    if kept:
+        set_fields(params, imatrix=table)
     del _messages[:]
     code = api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code:
@@ -171,6 +185,7 @@ class _Context:
             flash_attn_type=api.LLAMA_FLASH_ATTN_TYPE_DISABLED,
             kv_unified=False,
             no_perf=True,
+            **engine.context_options,
         )
         if "n_outputs_max" in {entry[0] for entry in params._fields_}:
             set_fields(params, n_outputs_max=self.outputs)
@@ -270,7 +285,8 @@ class LlamaCppEngine:
         self._delta: Delta | None = None
         self._lora: Any = None
         self._learned: dict[str, np.ndarray] = {}
-        self._keep: list[Any] = []
+        self.context_options: dict[str, Any] = {}
+        """Further parameters of contexts that are made from now on (llama.cpp's names)."""
         self._spec_tensors: list[TensorInfo] = []
         self.file = GgufFile(self.path)
         self._refuse_experts()
