@@ -35,6 +35,12 @@ struct Kernels {
   void (*tile)(const float* w, int64_t ldw, int rows, int64_t n, const float* const* x, int cols,
                float* const* y);
 
+  // One column: y[r] = what `decode`, `add_plane` and `tile` together would give, without writing
+  // the weights down. Rows lie `stride` bytes apart, those of the plane `plane_stride`; a plane's
+  // steps are cells * part. False: this type and width are not served here.
+  bool (*dots)(int type, const uint8_t* rows, int64_t stride, int bits, const uint8_t* plane,
+               int64_t plane_stride, float part, int count, int64_t n, const float* x, float* y);
+
   // exact. delta[j] = keep*delta[j] + acc[j].
   void (*decay_add)(float* delta, const float* acc, int64_t n, float keep);
 };

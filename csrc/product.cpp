@@ -181,9 +181,16 @@ void row_block(const edgees_tensor& t, const edgees_noise_kind& noise, const Wor
   for (int64_t c = 0; c < columns; ++c) {
     b.at[static_cast<size_t>(c)] = work.ys[static_cast<size_t>(c)] + row;
   }
-  decode_rows(t, row, n, scratch, w);
-  kernels().tile(w, t.cols, static_cast<int>(n), t.cols, work.xs.data(), static_cast<int>(columns),
-                 b.at.data());
+  const int64_t stride = plane_bytes(t.bits, t.cols);
+  if (columns != 1 ||
+      !kernels().dots(t.type, static_cast<const uint8_t*>(t.base) + row * t.row_stride,
+                      t.row_stride, t.bits, t.plane + row * stride, stride,
+                      std::ldexp(1.0f, t.span - t.bits), static_cast<int>(n), t.cols, work.xs[0],
+                      b.at[0])) {
+    decode_rows(t, row, n, scratch, w);
+    kernels().tile(w, t.cols, static_cast<int>(n), t.cols, work.xs.data(),
+                   static_cast<int>(columns), b.at.data());
+  }
   if (t.factors) {
     add_tile(factor_rows(t, row, n), t.factors, n, t.factors, work.dot_rows.data(), columns,
              b.at.data());

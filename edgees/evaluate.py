@@ -61,7 +61,6 @@ def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
         name or settings.task,
         eval_data=None if name else settings.eval_data or None,
         split=settings.heldout,
-        seed=settings.seed,
     )
     if not task.heldout:
         raise UsageError(f"task {task.name} has no held-out rows", "give some in tuning with --eval-data FILE")

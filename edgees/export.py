@@ -26,6 +26,7 @@ from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.errors import EdgeesError, ExportError, UsageError
 from edgees.gguf_file import (
     GgufFile,
+    GgufTensor,
     NewTensor,
     Producer,
     atomic_file,
@@ -301,16 +302,25 @@ class _Export:
         with GgufFile(path) as made:
             keys = all(made.metadata.get(k) == v for k, v in base.metadata.items() if k not in changed)
             same = {n: t.dims for n, t in made.tensors.items()} == {n: t.dims for n, t in base.tensors.items()}
-            wide = [n for n, t in made.tensors.items() if len(t.dims) == 2 and t.type_name in FLOATS]
-            excused = {n for n in wide if base.tensors[n].type_name in FLOATS and n not in self.effective.infos}
-            excused |= {note.split(" ", 1)[0] for note in self.notes}
-            narrow = self.type_name in (*FLOATS, merge.SAME) or set(wide) <= excused
+            types = all(self.typed(t) for t in made.tensors.values())
             tied = made.tied == base.tied
         own_name = self.file_name is not None
         return {
-            "keys": keys, "tensors": same, "types": narrow, "tied_head": tied,
+            "keys": keys, "tensors": same, "types": types, "tied_head": tied,
             "name": own_name or merge.follows_convention(path.name),
         }  # fmt: skip
+
+    def typed(self, made: GgufTensor) -> bool:
+        """Whether a written tensor has the type that was asked for, or a reason to have another (cases 9 and 10)."""
+        before = self.run.base.tensors[made.name].type_name
+        untouched = made.type_name == before and (len(made.dims) != 2 or made.name not in self.effective.infos)
+        if untouched or made.shape[1] % 32:
+            return True
+        if self.type_name == merge.SAME:
+            return made.type_name == before
+        if self.type_name in merge.K_MIXES or not made.name.startswith("blk."):
+            return self.type_name in FLOATS or made.type_name not in FLOATS
+        return made.type_name == self.type_name
 
     def compare(self, path: Path, lora: Path | None) -> dict[str, Any]:
         """Plain llama.cpp on ``path`` against our engine on base and delta: token ids, greedy answers, KL."""

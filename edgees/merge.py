@@ -410,13 +410,14 @@ def plan(effective: Effective, type_name: str) -> Plan:
     else in Q8_0. A tensor whose columns are no multiple of the block keeps a wider type (case 10).
     """
     out = Plan({})
+    wider: dict[str, list[str]] = {}
     for name, t in effective.base.tensors.items():
         moved = name in effective.infos
         out.types[name] = t.type_name
         if len(t.dims) != 2 or (t.type_name == "F32" and not moved) or type_name == SAME:
             continue
         if t.type_name not in blocks.TYPES:
-            out.notes.append(f"{name} stays {t.type_name}: there is no codec for that type")
+            wider.setdefault(f"{t.type_name}, which has no codec here", []).append(name)
             continue
         chosen = type_name
         if type_name in AFFINE and name in ("token_embd.weight", "output.weight"):
@@ -424,13 +425,23 @@ def plan(effective: Effective, type_name: str) -> Plan:
             if chosen not in (*AFFINE, "Q8_0") and moved and not effective.on_lattice(name):
                 chosen = "Q8_0"  # a K type cannot be rounded to here
         if t.shape[1] % type_sizes(chosen)[0]:
-            out.notes.append(
-                f"{name} becomes F16: its {t.shape[1]} columns are not a multiple of {type_sizes(chosen)[0]}, "
-                f"which {chosen} needs"
-            )
+            wider.setdefault(_odd("F16", t.shape[1], type_sizes(chosen)[0], chosen), []).append(name)
             chosen = "F16"
         out.types[name] = chosen
+    out.notes = _told(wider)
     return out
+
+
+def _odd(kept: str, columns: int, block: int, wanted: str) -> str:
+    return f"{kept}: {columns} columns are not a multiple of {block}, which {wanted} needs"
+
+
+def _told(wider: dict[str, list[str]]) -> list[str]:
+    """One note for each reason: ``3 tensors stay wider, as F16: ...: first, second, ...``."""
+    return [
+        f"{len(names)} tensor(s) kept wider, as {reason} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+        for reason, names in wider.items()
+    ]
 
 
 def producer(effective: Effective, name: str, type_name: str, moments: dict[str, np.ndarray] | None = None) -> Producer:
@@ -512,12 +523,11 @@ def _through_llama(
         require_space(target, wide.stat().st_size)  # llama.cpp itself would not tell a full disk from another fault
         quantize(wide, small, type_name, importance={n: np.diag(m) for n, m in (moments or {}).items()})
         with GgufFile(small) as made:
-            notes += [
-                f"{t.name} becomes {t.type_name}: its {t.shape[1]} columns are not a multiple of 256, "
-                "which K types need"
-                for t in made.tensors.values()
-                if len(t.dims) == 2 and t.shape[1] % 256 and t.type_name not in FLOATS
-            ]
+            wider: dict[str, list[str]] = {}
+            for t in made.tensors.values():
+                if len(t.dims) == 2 and t.shape[1] % 256 and t.type_name not in FLOATS:
+                    wider.setdefault(_odd(t.type_name, t.shape[1], 256, "a K type"), []).append(t.name)
+            notes += _told(wider)
         small.replace(target)
     finally:
         wide.unlink(missing_ok=True)

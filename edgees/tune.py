@@ -281,12 +281,11 @@ def _open(
 
 
 def open_task(config: Config) -> Task:
-    """The task that a configuration names."""
+    """The task that a configuration names. Its split does not depend on the run's seed: runs stay comparable."""
     return load_task(
         config.task,
         eval_data=config.eval_data or None,
         split=config.heldout,
-        seed=config.seed,
         limit=config.limit or None,
     )
 

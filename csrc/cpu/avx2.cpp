@@ -22,11 +22,12 @@ namespace {
 #include "simd.h"
 
 #include "blocks.inl"
+#include "dots.inl"
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
 const Kernels kernels_avx2 = {"avx2", L,     philox,    add_signs, add_normals, sign_dot,
-                              decode, cells, add_plane, tile,      decay_add};
+                              decode, cells, add_plane, tile,      dots,        decay_add};
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -16,10 +16,11 @@ namespace {
 #include "simd.h"
 
 #include "blocks.inl"
+#include "dots.inl"
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
 const Kernels kernels_neon = {"neon", L,     philox,    add_signs, add_normals, sign_dot,
-                              decode, cells, add_plane, tile,      decay_add};
+                              decode, cells, add_plane, tile,      dots,        decay_add};
 }  // namespace edgees
 #endif

@@ -17,5 +17,5 @@ constexpr int L = 8;
 #include "scalar_product.inl"
 }  // namespace
 const Kernels kernels_scalar = {"scalar", L,     philox,    add_signs, add_normals, sign_dot,
-                                decode,   cells, add_plane, tile,      decay_add};
+                                decode,   cells, add_plane, tile,      dots,        decay_add};
 }  // namespace edgees
