@@ -136,6 +136,13 @@ def test_verify_catches_what_is_not_the_scored_model(
     )
     assert code == 1 and document["verify"]["failed"] == ["kl"] and "not what was scored: kl" in err
 
+    write = merge.write_gguf
+    with monkeypatch.context() as patch:  # case 9: eight bits were asked for
+        patch.setattr(merge, "write_gguf", lambda effective, path, _, moments: write(effective, path, "F16", moments))
+        patch.setattr(Effective, "rows", rows)
+        made = export.export(run, "gguf", tmp_path / "wide", verify=True)
+    assert made["type"] == "Q8_0" and made["verify"]["failed"] == ["types"]
+
     def transposed_heads(self: Effective, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         w = rows(self, name, row0, n)
         return w[::-1] if "attn_q" in name else w
