@@ -385,7 +385,13 @@ def show_rehearsal(found: Mapping[str, Any], as_json: bool) -> None:
 @cli.command(name="eval")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--task", metavar="TEXT", help="Another task than the run's own.")
-@click.option("--rows", type=click.IntRange(min=0), default=0, metavar="N", help="Held-out rows to use; 0: all.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=128,
+    metavar="N",
+    help="Held-out rows to use, first those that had no say in choosing the best weights; 0: all. [default: 128]",
+)
 @click.option("--last", is_flag=True, help="The last weights instead of the best on held-out rows.")
 @json_option
 def evaluate(run: Path, task: str | None, rows: int, last: bool, as_json: bool) -> None:

@@ -350,6 +350,17 @@ def test_a_full_disk_is_exit_3_and_leaves_nothing(
     assert (tmp_path / "out" / "config.json").read_text() == "precious"
 
 
+def test_ctrl_c_leaves_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # case 35
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export._Export, "verify", pressed)
+    code, document, _ = command(capsys, "export", run, "--to", "safetensors", "--out", tmp_path / "out", "--verify")
+    assert (code, document) == (130, None) and os.listdir(tmp_path) == []
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no file size limit there")
 def test_a_disk_that_fills_while_writing(run: Path, tmp_path: Path) -> None:  # case 15
     import resource
