@@ -13,7 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from edgees import merge, rewards, rollout
 from edgees.backends.base import CENTRE, Engine
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
+from edgees.delta import Delta
 from edgees.errors import ExportError, UsageError
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
@@ -32,6 +33,9 @@ TOLERANCE = 0.01
 """Largest difference between plain llama.cpp and our engine on the tuned model: nats per token, mean over the rows of
 the absolute difference. Both keep keys and values in half precision, and the exported weights are halves, too; measured
 on SmolLM2-135M: 0.0007."""
+TOLERANCE_STOCK = 0.06
+"""The same where llama.cpp's own quantised products take part on one side only: it rounds activations to 8 bits. That is
+so for tensors that a run leaves untuned (the head of an adapter run; measured: 0.027) and for the base's own file."""
 AGREEMENT_ROWS = 32
 """Rows on which our engine repeats what plain llama.cpp did."""
 RESAMPLES = 20_000
@@ -172,19 +176,19 @@ def compare(base: np.ndarray, tuned: np.ndarray) -> dict[str, Any]:
     }
 
 
-def agreement(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-    """How far two engines are apart in likelihood, nats per token. ok: mean absolute difference within TOLERANCE."""
+def agreement(ours: np.ndarray, theirs: np.ndarray, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """How far two engines are apart in likelihood, nats per token. ok: the mean difference is within ``tolerance``."""
     both = np.isfinite(ours) & np.isfinite(theirs)
     if not both.any():
-        return {"ok": None, "rows": 0, "mean": None, "largest": None, "tolerance": TOLERANCE}
+        return {"ok": None, "rows": 0, "mean": None, "largest": None, "tolerance": tolerance}
     apart = np.abs(ours - theirs)[both]
     mean = float(apart.mean())
     return {
-        "ok": mean <= TOLERANCE,
+        "ok": mean <= tolerance,
         "rows": int(both.sum()),
         "mean": mean,
         "largest": float(apart.max()),
-        "tolerance": TOLERANCE,
+        "tolerance": tolerance,
     }
 
 
@@ -253,11 +257,18 @@ def evaluate(
         some = slice(0, AGREEMENT_ROWS)
         say(f"{len(chosen[some])} of them in our own engine: base and tuned")
         with open_engine(settings, run.base.path, plain=False) as engine:
-            base_ours = likelihoods(engine, wanted[some])
+            nothing = replace(run.delta.spec, view="adapter", bits=0, factors=1, kind="lowrank", rank=1)
+            with Delta.create(exported.with_name("nothing.safetensors"), nothing) as zero:
+                engine.attach(zero)  # so that the base, too, is computed by us
+                base_ours = likelihoods(engine, wanted[some])
             engine.attach(run.delta)
             tuned_ours = likelihoods(engine, wanted[some])
             own = answer(engine, chosen[some], found, scorer, settings)
 
+        stock = any(
+            len(t.dims) == 2 and t.type_name not in merge.FLOATS and name not in effective.infos
+            for name, t in run.base.tensors.items()
+        )
         referenced = np.array([row.answer is not None for row in chosen])
         plain = [np.where(referenced, values, np.nan) for values in (base_plain, tuned_plain)]
         ours = [np.where(referenced[some], values, np.nan) for values in (base_ours, tuned_ours)]
@@ -278,8 +289,8 @@ def evaluate(
                 "same_answers": sum(a == b for a, b in zip(tuned.completions[some], own.completions, strict=True)),
                 "loglik": compare(*ours),
             },
-            "agreement": agreement(tuned_ours, tuned_plain[some]),
-            "agreement_base": agreement(base_ours, base_plain[some]),
+            "agreement": agreement(tuned_ours, tuned_plain[some], TOLERANCE_STOCK if stock else TOLERANCE),
+            "agreement_base": agreement(base_ours, base_plain[some], TOLERANCE_STOCK),
             "excluded": [*base.faults, *tuned.faults],
             "examples": examples(chosen, base, tuned),
         }
