@@ -60,6 +60,7 @@ def test_as_a_script_sees_it(
     assert result["agreement"]["ok"] and result["agreement"]["mean"] < evaluate.TOLERANCE / 2
     own = result["own_engine"]
     assert own["rows"] == 12 and own["same_answers"] >= 8
+    assert result["base_rounding"]["mean"] > 0  # the base ran as the 4-bit file that it is
     assert own["loglik"]["tuned"] == pytest.approx(likely["tuned"], abs=evaluate.TOLERANCE)
     assert cli.run(["eval", str(run), "--rows", "12"]) == 0
     text = capsys.readouterr().out
