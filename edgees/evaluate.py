@@ -343,8 +343,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     rounding = result["base_rounding"]["mean"]
     if rounding is not None and rounding > TOLERANCE:
         out.append(
-            f"llama.cpp's 8-bit activations move the base by {rounding:.3f} nats per token; without them the likelihood "
-            f"changes by {_number(own['loglik']['difference']['mean'], '+')} ({own['rows']} rows)"
+            f"llama.cpp's 8-bit activations move the base by {rounding:.3f} nats per token; without them the "
+            f"likelihood changes by {_number(own['loglik']['difference']['mean'], '+')} ({own['rows']} rows)"
         )
     out += [f"excluded: {fault}" for fault in result["excluded"]]
     for example in result["examples"]:
