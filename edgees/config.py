@@ -84,6 +84,11 @@ class Config:
         32, "scope adapter: rank of the adapter (pool of right factors)", low=1, high=4096, group="what is tuned"
     )
     params: str = _setting("", "regular expression: tune only tensors whose name it finds", group="what is tuned")
+    amplitudes: tuple[str, ...] = _setting(
+        (),
+        "PATTERN=FACTOR, several allowed: sigma and step of tensors whose name the pattern finds first, times FACTOR",
+        group="what is tuned",
+    )
     sigma_abs: float | None = _setting(
         None, "absolute sigma instead of one relative to each tensor's RMS (to repeat papers); lr is absolute too",
         above=0.0, group="search",
@@ -151,6 +156,11 @@ class Config:
     def view(self) -> str:
         """Where the delta lives: ``refined``, ``adapter`` or ``lattice`` (design.md)."""
         return "refined" if self.scope == "full" else self.scope
+
+    @property
+    def factors_by_name(self) -> list[tuple[str, float]]:
+        """(regular expression, factor) of ``amplitudes``, in order."""
+        return [(p, float(f)) for p, _, f in (item.rpartition("=") for item in self.amplitudes)]
 
     @property
     def pattern(self) -> str:
@@ -393,6 +403,17 @@ def _checked(config: Config, source: str) -> Config:
             re.compile(config.params)
         except re.error as error:
             raise UsageError(f"{source}: params = {config.params!r} is no regular expression: {error}") from None
+    for item in config.amplitudes:
+        pattern, _, factor = item.rpartition("=")
+        try:
+            re.compile(pattern)
+            fine = bool(pattern) and 0 < float(factor) < math.inf
+        except (re.error, ValueError):
+            fine = False
+        if not fine:
+            raise UsageError(
+                f"{source}: amplitudes = {item!r} is not PATTERN=FACTOR", "e.g. --amplitudes 'self_attn=2'"
+            )
     if config.scope == "adapter":
         if config.noise != "lowrank":
             raise UsageError(

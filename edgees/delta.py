@@ -47,15 +47,24 @@ class DeltaSpec:
     absolute: bool = False
 
     def scale(self, info: TensorInfo) -> float:
-        """What amplitudes and steps are multiplied with: the tensor's RMS, or 1 where they are absolute."""
-        return 1.0 if self.absolute else info.rho
+        """What sigma and steps are multiplied with: the tensor's RMS (1 where they are absolute) and amplitude."""
+        return float(np.float32((1.0 if self.absolute else info.rho) * info.amplitude))
+
+    @property
+    def spread(self) -> float:
+        """RMS over all weights of the tensors' amplitudes: how much longer a step is than its coefficients say."""
+        total = sum(t.size for t in self.tensors)
+        return math.sqrt(sum(t.size * t.amplitude**2 for t in self.tensors) / max(total, 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; floats round-trip exactly. Tensors are ``[name, source, rows, cols, vector, rho, heads]``."""
+        """JSON-ready; floats round-trip exactly. Tensors are
+        ``[name, source, rows, cols, vector, rho, heads, amplitude]``."""
         return {
             "noise": noise.VERSION, "view": self.view, "bits": self.bits, "factors": self.factors, "kind": self.kind,
             "rank": self.rank, "seed": self.seed, "absolute": self.absolute,
-            "tensors": [[t.name, t.source, t.rows, t.cols, t.vector, t.rho, t.heads] for t in self.tensors],
+            "tensors": [
+                [t.name, t.source, t.rows, t.cols, t.vector, t.rho, t.heads, t.amplitude] for t in self.tensors
+            ],
         }  # fmt: skip
 
     @staticmethod
@@ -68,8 +77,8 @@ class DeltaSpec:
                     "use the edgees version that made it",
                 )
             tensors = tuple(
-                TensorInfo(str(n), str(s), int(r), int(c), bool(v), float(rho), int(h))
-                for n, s, r, c, v, rho, h in data["tensors"]
+                TensorInfo(str(n), str(s), int(r), int(c), bool(v), float(rho), int(h), float(a))
+                for n, s, r, c, v, rho, h, a in data["tensors"]
             )
             spec = DeltaSpec(
                 tensors, str(data["view"]), int(data["bits"]), int(data["factors"]), str(data["kind"]),

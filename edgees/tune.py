@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shlex
 import signal
 import sys
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,7 @@ def spec_of(config: Config, engine: Engine) -> DeltaSpec:
     """What is tuned, and how."""
     view = config.view
     return DeltaSpec(
-        tuple(engine.tensors),
+        tuple(replace(t, amplitude=_amplitude(config, t.name)) for t in engine.tensors),
         view,
         config.bits if view == "refined" else 0,
         config.factors if view == "adapter" else 0,
@@ -335,6 +336,13 @@ def spec_of(config: Config, engine: Engine) -> DeltaSpec:
         config.seed,
         absolute=config.sigma_abs is not None,
     )
+
+
+def _amplitude(config: Config, name: str) -> float:
+    for pattern, factor in config.factors_by_name:
+        if re.search(pattern, name):
+            return factor
+    return 1.0
 
 
 # --- how long it takes ------------------------------------------------------------------------------------------------
@@ -423,7 +431,7 @@ class _Run:
             drift = self.delta.drift()
             step = update(
                 made.rewards, lr=lr, sigma=sigma, shaping=c.shaping, shrink=c.shrink, decay=c.decay, drift=drift,
-                drift_budget=c.drift_budget,
+                drift_budget=c.drift_budget, spread=self.delta.spec.spread,
             )  # fmt: skip
             line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr,
                     "loglik": weight, "drift": drift, **_of_step(step), **_of_answers(made)}  # fmt: skip

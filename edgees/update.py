@@ -113,6 +113,7 @@ def update(
     decay: float = 0.0,
     drift: float = 0.0,
     drift_budget: float = 0.0,
+    spread: float = 1.0,
 ) -> Update:
     """What one generation's rewards (float64 [P, 2, rows], NaN = excluded) say about the weights.
 
@@ -131,7 +132,7 @@ def update(
     if reason:  # decay and budget act with a step, never alone: no signal leaves the weights as they are
         return Update(fit, tuple(z.tolist()), (0.0,) * pairs, 1.0, factor, reason)
     if drift_budget > 0.0:
-        length = float(np.sqrt(np.sum(coefs.astype(np.float64) ** 2)))
+        length = spread * float(np.sqrt(np.sum(coefs.astype(np.float64) ** 2)))
         if length > drift_budget:
             coefs = np.asarray(coefs * (drift_budget / length), np.float32)
             length = drift_budget

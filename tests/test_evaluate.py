@@ -49,7 +49,7 @@ def test_as_a_script_sees_it(
     assert cli.run(["eval", str(run), "--rows", "12", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert opened == [True, True, False]  # plain llama.cpp before our backend is in the process
+    assert opened == [True, True, True, False]  # plain llama.cpp before our backend is in the process
     assert sorted(os.listdir(run)) == before and "plain llama.cpp" in err
     assert result["rows"] == 12 and result["task"] == "sums" and result["weights"] == "best"
     d = result["difference"]
@@ -60,7 +60,8 @@ def test_as_a_script_sees_it(
     assert result["agreement"]["ok"] and result["agreement"]["mean"] < evaluate.TOLERANCE / 2
     own = result["own_engine"]
     assert own["rows"] == 12 and own["same_answers"] >= 8
-    assert result["base_rounding"]["mean"] > 0  # the base ran as the 4-bit file that it is
+    assert result["agreement_base"]["ok"] and own["loglik"]["base"] == pytest.approx(likely["base"], abs=0.01)
+    assert result["base_file"]["loglik"] != likely["base"]  # the same weights with rounded activations
     assert own["loglik"]["tuned"] == pytest.approx(likely["tuned"], abs=evaluate.TOLERANCE)
     assert cli.run(["eval", str(run), "--rows", "12"]) == 0
     text = capsys.readouterr().out

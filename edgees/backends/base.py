@@ -29,6 +29,7 @@ class TensorInfo:
     rho: root-mean-square of the base weights, float32 exact, > 0.
     heads: ``n_head`` if llama.cpp stores the rows permuted for rotary embeddings, else 0;
         row ``h*hd + 2*j + i`` in the file is row ``h*hd + i*hd/2 + j`` here (hd = rows/heads).
+    amplitude: multiplies sigma and steps for this tensor (setting ``amplitudes``); engines leave it at 1.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TensorInfo:
     vector: bool
     rho: float
     heads: int = 0
+    amplitude: float = 1.0
 
     @property
     def id(self) -> int:

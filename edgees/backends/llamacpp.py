@@ -299,6 +299,7 @@ class LlamaCppEngine:
             if not self._lora:
                 raise ModelError(f"llama.cpp refuses the adapter {lora}: {'; '.join(_messages[-3:])}")
         self._tensors: list[TensorInfo] = []
+        self._claimed: list[TensorInfo] = []  # all that our backend computes, tuned or not: one arithmetic for all
         self._frozen: list[tuple[str, str]] = []
         if not plain:
             self._choose(re.compile(params) if params else None)
@@ -363,6 +364,7 @@ class LlamaCppEngine:
         """Find out which tensors can be tuned: codec, name, finite, and really used by the graph as we think."""
         arch = self.file.arch
         chosen: list[TensorInfo] = []
+        passive: list[TensorInfo] = []
         for source, t in self.file.tensors.items():
             name = canonical(arch, source) or f"gguf:{source}"
             heads = rope_permuted(arch, source, self.file.metadata)
@@ -372,18 +374,19 @@ class LlamaCppEngine:
                 self._frozen.append((source, f"it has {len(t.dims)} dimensions"))
             elif t.vector and heads:
                 self._frozen.append((source, "a bias in rotary order"))
-            elif pattern and not pattern.search(name):
-                self._frozen.append((source, "not chosen by --params"))
             else:
                 rho = self._rms(source)
-                if rho == 0.0:
-                    self._frozen.append((source, "all its weights are zero"))
-                    continue
-                chosen.append(TensorInfo(name, source, t.shape[0], t.shape[1], t.vector, rho, heads))
+                wanted = not pattern or pattern.search(name) is not None
+                tuned = wanted and rho > 0.0
+                if not tuned:
+                    self._frozen.append((source, "all its weights are zero" if wanted else "not chosen by --params"))
+                info = TensorInfo(name, source, t.shape[0], t.shape[1], t.vector, rho, heads)
+                (chosen if tuned else passive).append(info)
         noise.check_ids([t.name for t in chosen])
-        used = self._probe(chosen)
+        used = self._probe([*chosen, *passive])
         self._tensors = [t for t in chosen if not used[t.source]]
-        self._frozen += [(source, reason) for source, reason in used.items() if reason]
+        self._claimed = [*self._tensors, *(t for t in passive if not used[t.source])]
+        self._frozen += [(t.source, used[t.source]) for t in chosen if used[t.source]]
         if not self._tensors:
             raise ModelError(
                 f"{self.path}: no tensor can be tuned ({len(self._frozen)} are frozen: "
@@ -400,11 +403,7 @@ class LlamaCppEngine:
         for row in range(0, rows, step):
             n = min(step, rows - row)
             w = blocks.decode(t.type_name, self.file.raw(source, row, n), n, cols)
-            part = (
-                float(np.dot(w.reshape(-1), w.reshape(-1)).astype(np.float64))
-                if n * cols < 4096
-                else float(np.square(w, dtype=np.float64).sum())
-            )
+            part = float(np.square(w, dtype=np.float64).sum())
             if not np.isfinite(part):
                 raise ModelError(
                     f"{self.path}: tensor {source} has a NaN or infinite weight in rows {row} to {row + n - 1}",
@@ -449,7 +448,7 @@ class LlamaCppEngine:
         return native.Tensor(
             type=blocks.TYPES[file_type].id, heads=t.heads, rows=t.rows, cols=t.cols, id=t.id,
             row_stride=blocks.row_bytes(file_type, t.cols), cell=t.rho / 4,
-            rho=self._delta.spec.scale(t) if self._delta else t.rho,
+            rho=self._delta.spec.scale(t) if self._delta and t in self._spec_tensors else 0.0,
         )  # fmt: skip
 
     # ---- what it is
@@ -515,7 +514,9 @@ class LlamaCppEngine:
         self._detach()
         self._delta = delta
         self._spec_tensors = list(spec.tensors)
-        self._session = self._open_session(self._spec_tensors, spec.kind, spec.rank)
+        tuned = {t.source for t in spec.tensors}
+        others = [t for t in self._claimed if t.source not in tuned]
+        self._session = self._open_session([*self._spec_tensors, *others], spec.kind, spec.rank)
         self._dither = noise.make_key(spec.seed, noise.POOL_GENERATION, 1)
         for t in self._spec_tensors:
             if not t.vector and spec.view == "adapter":
