@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgees.tasks.reading import json_object, same
-from edgees.tasks.rows import Row, Task
+from edgees.tasks.rows import AMPLITUDES, Row, Task
 
 ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage")
 DEGREES = tuple(range(16, 25))
@@ -40,12 +40,6 @@ KEYS = ("tool", "room", "set", "at")
 SYSTEM = "Turn each request into one JSON call."
 EXAMPLE = ("turn on the hall lights at 7:15 am", '{"tool":"light","room":"hall","set":"on","at":"7:15 am"}')
 MAX_TOKENS = 32
-AMPLITUDES = (
-    r"layers\.[0-9]\.self_attn=3", r"layers\.[0-9]\.mlp=1", r"layers\.1[0-9]\.mlp=1.5", "norm=1", "self_attn=0.5",
-    "mlp=0.3", "embed=0.3",
-)  # fmt: skip
-"""Every weight is tuned, but those that gain most for the harm that a perturbation does are moved furthest: measured by
-the likelihood of 8 rows (docs/log.md), these make a pair of members worth twice as much."""
 TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
 HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
@@ -214,5 +208,5 @@ def load() -> Task:
             "sigma": 0.03,
             "lr": 0.15,
             "amplitudes": AMPLITUDES,
-        },  # fmt: skip
+        },
     )

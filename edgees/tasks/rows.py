@@ -14,6 +14,15 @@ RewardFunction = Callable[..., Any]
 """TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 
+AMPLITUDES = (
+    r"layers\.[0-9]\.self_attn=3", r"layers\.[0-9]\.mlp=1", r"layers\.1[0-9]\.mlp=1.5", "norm=1", "self_attn=0.5",
+    "mlp=0.3", "embed=0.3",
+)  # fmt: skip
+"""``amplitudes`` of the built-in tasks. Every weight is tuned, but those are moved furthest that gain most for the harm
+that a perturbation does: judged by the likelihood of 8 rows of ``home``, a pair is worth twice as much (docs/log.md).
+"""
+
+
 @dataclass(frozen=True)
 class Row:
     """One thing to answer.
