@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the ``edgees`` command; always leaves through SystemExit with a documented code."""
+    # A polite kill is Ctrl-C: temporary files go, runs are saved.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = run(argv)
     with contextlib.suppress(OSError):
         sys.stderr.flush()

@@ -703,15 +703,16 @@ class _Stop:
 
 @contextmanager
 def _stop_on_signal(stop: _Stop) -> Iterator[None]:
-    """SIGINT asks for a stop instead of tearing through whatever is being written."""
+    """SIGINT and SIGTERM ask for a stop instead of tearing through whatever is being written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, stop.handle)
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Progress:

@@ -62,6 +62,9 @@ def test_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
         ("reward", 3, "text"),
         ("max_invalid", 2, "at most 1"),
         ("params", "(", "regular expression"),
+        ("amplitudes", ("self_attn",), "PATTERN=FACTOR"),
+        ("amplitudes", ("mlp=2", "(=2"), "PATTERN=FACTOR"),
+        ("amplitudes", ("mlp=0",), "PATTERN=FACTOR"),
     ],
 )
 def test_bad_values_name_key_and_value(key: str, value: object, needed: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -38,6 +39,16 @@ def steps(count: int, pairs: int = 3, keep: float = 1.0) -> list[Step]:
         )
         for g in range(count)
     ]
+
+
+def test_steps_are_scaled_by_rms_and_amplitude() -> None:
+    two = (TensorInfo("a", "a", 4, 8, False, 0.5, amplitude=3.0), TensorInfo("b", "b", 12, 8, False, 0.25))
+    relative = DeltaSpec(two, "refined", 4, 0, "sign", 1, 0)
+    assert [relative.scale(t) for t in two] == [1.5, 0.25]
+    assert relative.spread == math.sqrt((4 * 9 + 12 * 1) / 16)
+    absolute = dataclasses.replace(relative, absolute=True)
+    assert [absolute.scale(t) for t in two] == [3.0, 1.0]
+    assert DeltaSpec.from_dict(json.loads(json.dumps(absolute.to_dict())), "x") == absolute
 
 
 @pytest.mark.parametrize("kind", ["sign", "lowrank", "normal"])

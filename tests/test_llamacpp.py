@@ -53,7 +53,7 @@ def perturbation(t: TensorInfo, spec: DeltaSpec, m: Member) -> np.ndarray:
     else:
         eps = noise.eps_numpy(spec.kind, m.key, t.id, t.rows, t.cols, rank=spec.rank, vector=t.vector)
     order = t.source_to_canonical()
-    return np.float32(np.float32(m.amplitude) * np.float32(t.rho)) * (eps if order is None else eps[order])
+    return np.float32(np.float32(m.amplitude) * np.float32(spec.scale(t))) * (eps if order is None else eps[order])
 
 
 def written(base: Path, out: Path, spec: DeltaSpec, m: Member, learned: dict[str, np.ndarray] | None = None) -> Path:
@@ -111,6 +111,24 @@ def test_every_noise_and_codec(tmp_path: Path, kind: str, rank: int, quant: str)
         out = written(path, tmp_path / "w.gguf", delta.spec, m)
         with LlamaCppEngine(out, plain=True) as oracle:
             close_to(engine.logits(TOKENS, m), oracle.logits(TOKENS))
+
+
+def test_amplitudes_absolute_sigma_and_untuned_tensors(tmp_path: Path) -> None:
+    """Each tensor moves by its own factor; what is not tuned is computed in the same arithmetic, and stays."""
+    path = tiny_gguf(tmp_path / "m.gguf", "llama", tied=True)
+    with LlamaCppEngine(path, params=r"q_proj|norm|down_proj") as engine:
+        assert {t.source.split(".")[-2] for t in engine.tensors} == {
+            "attn_q", "attn_norm", "ffn_norm", "output_norm", "ffn_down"}  # fmt: skip
+        tensors = tuple(dataclasses.replace(t, amplitude=3.0 if "q_proj" in t.name else 0.25) for t in engine.tensors)
+        for absolute in (False, True):
+            spec = DeltaSpec(tensors, "refined", 4, 0, "lowrank", 1, SEED, absolute=absolute)
+            delta = Delta.create(tmp_path / "delta.safetensors", spec)
+            engine.attach(delta)
+            m = member(3, 0.02)
+            out = written(path, tmp_path / "w.gguf", spec, m)
+            with LlamaCppEngine(out, plain=True) as oracle:
+                close_to(engine.logits(TOKENS, m), oracle.logits(TOKENS))
+            delta.close()
 
 
 @pytest.mark.parametrize("view,bits", [("refined", 2), ("refined", 4), ("refined", 8), ("lattice", 0), ("adapter", 0)])
