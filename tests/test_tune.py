@@ -291,14 +291,16 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("generation", "signals"), [(1, 1), (2, 2)])
-def test_ctrl_c(slow: Path, generation: int, signals: int) -> None:
+@pytest.mark.parametrize(
+    ("generation", "signals", "kind"), [(1, 1, signal.SIGINT), (2, 2, signal.SIGINT), (2, 1, signal.SIGTERM)]
+)
+def test_ctrl_c_or_a_polite_kill(slow: Path, generation: int, signals: int, kind: signal.Signals) -> None:
     """Case 35: once or twice, the process ends with 130, says how to go on, and the run comes out the same."""
-    run = slow / f"interrupted-{signals}"
+    run = slow / f"interrupted-{signals}-{kind.name}"
     child = process(slow, "tune", "run.toml", "--run", run.name)
     wait_for(run, generation)
     for _ in range(signals):
-        child.send_signal(signal.SIGINT)
+        child.send_signal(kind)
         time.sleep(0.02)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
