@@ -322,6 +322,14 @@ class GgufFile:
         begin = t.offset + row0 * t.row_bytes
         return self._memmap[begin : begin + count * t.row_bytes]
 
+    def release(self) -> None:
+        """Let go of the pages that :meth:`raw` has touched; arrays stay valid and read them again.
+
+        llama.cpp maps the same file, and what is mapped twice counts twice in a process's resident set.
+        """
+        if self._memmap is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._memmap._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
     def kv_bytes(self, key: str) -> bytes:
         """The stored bytes of one key/value pair, key included."""
         start, end = self._kv[key]

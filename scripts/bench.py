@@ -179,10 +179,10 @@ def memory(path: Path, task: str, rows: int, pairs: int) -> list[dict[str, objec
     call = f"bench.plain({str(path)!r}, {task!r}, {rows}, {2 * pairs})"
     rival = int(subprocess.run([sys.executable, "-c", code + call], check=True, capture_output=True, text=True).stdout)
     weights = os.path.getsize(path)
-    for scope, bits in (("adapter", 0), ("lattice", 0), ("full", 2), ("full", 4), ("full", 8)):
+    for scope, bits in (("adapter", 0), ("full", 4)):
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "2",
+                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "1",
                 "--pairs", str(pairs), "--rows", str(rows), "--eval-every", "0", "--eval-rows", "8", "--scope", scope,
                 "--run", f"{folder}/run", "--json",
             ]  # fmt: skip

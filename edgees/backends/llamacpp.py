@@ -410,6 +410,7 @@ class LlamaCppEngine:
                     hint="the file is damaged or was converted wrongly; get it again",
                 )
             total += part
+            self.file.release()
         return float(np.float32(np.sqrt(total / (rows * cols))))
 
     def _probe(self, tensors: list[TensorInfo]) -> dict[str, str]:
@@ -571,6 +572,7 @@ class LlamaCppEngine:
                 yield row, values, np.arange(row, row + n, dtype=np.int32)
             else:
                 yield row, np.ascontiguousarray(values[order]), order
+            self.file.release()
 
     def _plane(self, struct: native.Tensor, t: TensorInfo, bits: int) -> None:
         delta = self._delta
