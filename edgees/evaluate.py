@@ -2,7 +2,7 @@
 
 Base and tuned model are written as temporary F16 GGUFs and answer in llama.cpp as it comes, without our backend. (The
 base's own 4-bit file would run with activations rounded to 8 bits, and the difference would not be tuning's alone; how
-it does is told beside.) Then our engine scores the same texts, base and base + delta, and both
+likely it finds the answers is told beside.) Then our engine scores the same texts, base and base + delta, and both
 must find them equally likely (:data:`TOLERANCE`): otherwise what was tuned is not what was exported. Likelihoods are
 compared because greedy answers may part ways at a rounding error.
 """
@@ -258,10 +258,8 @@ def evaluate(
             base = answer(engine, chosen, found, scorer, settings)
             base_plain = likelihoods(engine, wanted)
         untuned.unlink()
-        say(f"{len(chosen)} held-out rows in plain llama.cpp: the base's own file")
         with open_engine(settings, run.base.path, plain=True) as engine:
-            own_file = answer(engine, chosen, found, scorer, settings)
-            own_file_plain = likelihoods(engine, wanted)
+            own_file = likelihoods(engine, wanted)
         some = slice(0, AGREEMENT_ROWS)
         say(f"{len(chosen[some])} of them in our own engine: base and tuned")
         with open_engine(settings, run.base.path, plain=False) as engine:
@@ -293,10 +291,7 @@ def evaluate(
             },
             "agreement": agreement(tuned_ours, tuned_plain[some], TOLERANCE),
             "agreement_base": agreement(base_ours, base_plain[some], TOLERANCE),
-            "base_file": {
-                "reward": _mean(own_file.rewards),
-                "loglik": _mean(np.where(referenced, own_file_plain, np.nan)),
-            },
+            "base_file": {"loglik": _mean(np.where(referenced, own_file, np.nan))},
             "excluded": [*base.faults, *tuned.faults],
             "examples": examples(chosen, base, tuned),
         }
@@ -344,10 +339,8 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{own['same_answers']} of {own['rows']} answers; its tuned reward: {_number(own['tuned'])}"
         )
     file = result["base_file"]
-    out.append(
-        f"the base's own file, with llama.cpp's 8-bit activations: reward {_number(file['reward'])}"
-        + (f", likelihood {_number(file['loglik'])}" if file["loglik"] is not None else "")
-    )
+    if file["loglik"] is not None:
+        out.append(f"the base's own file, with llama.cpp's 8-bit activations: likelihood {_number(file['loglik'])}")
     out += [f"excluded: {fault}" for fault in result["excluded"]]
     for example in result["examples"]:
         out += [
