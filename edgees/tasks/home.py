@@ -45,6 +45,8 @@ HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
 NOW = 1 / 8
 """Share of the requests that name no time."""
+SPOKEN = 1 / 4
+"""Share of the times on the quarter hour that are put into words, as in "half past nine"."""
 
 # How an action may be put: tool -> setting -> templates. {r} is the room, {d} the degrees.
 _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -129,7 +131,7 @@ def clock(hour: int, minute: int) -> str:
 def say_time(hour: int, minute: int, rng: random.Random) -> str:
     """A spoken time that names the half of the day; ``minute`` is a multiple of 5, ``hour`` 0 to 23."""
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    if minute % 15 or rng.random() < 0.4:
+    if minute % 15 or rng.random() >= SPOKEN:
         return f"at {clock(hour, minute)}"
     if (hour, minute) == (12, 0):
         return "at noon"
@@ -204,7 +206,7 @@ def load() -> Task:
             "loglik": 1.0,
             "loglik_hold": 1.0,
             "loglik_end": 1.0,
-            "generations": 10,
+            "generations": 8,
             "sigma": 0.03,
             "lr": 0.15,
             "amplitudes": AMPLITUDES,
