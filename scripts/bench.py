@@ -157,7 +157,7 @@ def speed(path: Path, rounds: int, kinds: list[str]) -> list[dict[str, object]]:
 
 
 def plain(path: str, task: str, rows: int, members: int) -> None:
-    """Child process: plain llama.cpp answers what one generation of tune answers, and no more."""
+    """Child process: plain llama.cpp does what one generation of tune asks for (an evaluation, then likelihoods)."""
     import resource
 
     from edgees import rollout
@@ -169,7 +169,8 @@ def plain(path: str, task: str, rows: int, members: int) -> None:
     config = Config().with_defaults(loaded.defaults, task)
     engine = LlamaCppEngine(path, plain=True)
     settings = rollout.Settings(config.max_tokens or loaded.max_tokens, loaded.conversation)
-    rollout.play(engine, [CENTRE] * members, loaded.train[:rows], settings)
+    rollout.play(engine, [CENTRE], loaded.heldout[:8], settings)
+    rollout.likelihood(engine, [CENTRE] * members, loaded.train[:rows], settings)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
