@@ -224,7 +224,7 @@ def test_company_order_and_threads_change_nothing(tmp_path: Path, temperature: f
         together = engine.generate(requests)
         backwards = engine.generate(requests[::-1])[::-1]
         again = engine.generate(requests)
-        targets = [(r.member, r.prompt, tuple(TOKENS[: 2 + i % 5])) for i, r in enumerate(requests)]
+        targets = [(r.member, r.prompt, tuple(TOKENS[: 1 + i % 7])) for i, r in enumerate(requests)]
         likely = engine.loglik(targets)
         native.threads(1)
         engine2 = LlamaCppEngine(path, parallel=1, threads=1)

@@ -46,8 +46,8 @@ log = logging.getLogger("edgees.llamacpp")
 
 MICRO_BATCH = 256
 """Tokens per graph: the product's cost per token is flat from here on, the compute buffer grows with it."""
-OUTPUTS = 64
-"""Rows of logits per call, kept low because each costs 4 bytes times the vocabulary."""
+OUTPUT_BYTES = 48 << 20
+"""Room for a call's rows of logits, each of which costs 4 bytes times the vocabulary."""
 SEQUENCES = 32
 """Sequences at once where nothing else is asked for."""
 CHUNK_BYTES = 4 << 20
@@ -171,7 +171,7 @@ class _Context:
     def __init__(self, engine: LlamaCppEngine, length: int, parallel: int, micro: int, threads: int) -> None:
         self.engine, self.api = engine, engine.api
         self.length, self.parallel, self.micro = length, parallel, micro
-        self.outputs = min(max(OUTPUTS, parallel), micro)
+        self.outputs = min(max(OUTPUT_BYTES // (4 * engine.vocabulary), parallel), micro)
         api = self.api
         params = set_fields(
             api.llama_context_default_params(),

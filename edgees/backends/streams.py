@@ -88,8 +88,9 @@ class Job:
 
     @property
     def reusable(self) -> int:
-        """Leading tokens that may be taken over from another stream: those whose logits nobody wants."""
-        return self.first_output if self.request is None else len(self.tokens) - 1
+        """Leading tokens that may be taken over from another stream: those whose logits nobody wants, all but two."""
+        wanted = self.first_output if self.request is None else len(self.tokens) - 1
+        return max(0, min(wanted, len(self.tokens) - 2))
 
     def wanted(self, start: int, width: int) -> list[bool]:
         first = self.first_output if self.request is None else len(self.tokens) - 1
@@ -167,6 +168,24 @@ def order(job: Job) -> tuple[int, int, float, int]:
     return job.member.slot, job.member.key, job.member.amplitude, len(job.tokens)
 
 
+def rounds(jobs: Sequence[Job], width: int) -> list[Job]:
+    """Blocks of ``width`` members: the first job of each, the second of each, and so on.
+
+    Members answer the same rows, so a round's jobs have one length and fill whole calls, and every member's stream
+    keeps the beginning that its next job shares.
+    """
+    by_member: dict[tuple[int, int, float], list[Job]] = {}
+    for job in sorted(jobs, key=order):
+        by_member.setdefault(order(job)[:3], []).append(job)
+    lists = list(by_member.values())
+    found = []
+    for at in range(0, len(lists), width):
+        block = lists[at : at + width]
+        for k in range(max(map(len, block))):
+            found += [mine[k] for mine in block if k < len(mine)]
+    return found
+
+
 class Scheduler:
     """Runs jobs on an engine's streams. What a job yields does not depend on the others, nor on their order."""
 
@@ -217,7 +236,7 @@ class Scheduler:
         self, jobs: Sequence[Job], targets: Sequence[Sequence[int]], progress: Progress | None = None
     ) -> list[Score]:
         """Likelihood of ``targets[job.index]`` for each job, in the order of the jobs."""
-        waiting = sorted(jobs, key=order)
+        waiting = rounds(jobs, len(self.slots))
         self.tokens = 0
         for at in range(0, len(waiting), len(self.slots)):
             group = waiting[at : at + len(self.slots)]
@@ -295,20 +314,32 @@ class Scheduler:
             waiting = followers
 
     def _piece(self, run: list[Slot]) -> tuple[list[Slot], int]:
-        """The next call for neighbouring streams: which of them, and how many tokens of each.
+        """The next call for neighbouring streams: how many of them, and how many tokens of each, so as to fill it.
 
-        Bounded by the tokens of a call and by the rows of logits that it may yield.
+        Bounded by the tokens of a call and by the rows of logits that it may yield. No piece is, or leaves, a single
+        token of a longer text: llama.cpp attends to a single token with another kernel, whose sums differ in the last
+        bit, and then it would show how a text was cut.
         """
-        run = run[: self.streams.micro]
-        width = max(1, min(min(s.missing for s in run), self.streams.micro // len(run)))
-        wanted = [s.job.wanted(len(s.held), width) for s in run if s.job]
-        if sum(map(sum, wanted)) <= self.streams.outputs:
-            return run, width
-        silent = min([*w, True].index(True) for w in wanted)
-        if silent:  # what yields no logits first, for all; then the rest, a few streams at a time
-            return run, silent
-        width = min(width, self.streams.outputs)
-        return run[: max(1, self.streams.outputs // width)], width
+        best: tuple[list[Slot], int] = (run[:1], 1)
+        count = min(len(run), self.streams.micro)
+        while count:
+            group = run[:count]
+            width = self._width(group)
+            if width * count > best[1] * len(best[0]):
+                best = group, width
+            count //= 2
+        return best
+
+    def _width(self, group: list[Slot]) -> int:
+        """Most tokens that each stream of a group may go on by in one call; 0: they must be cut otherwise."""
+        missing = [s.missing for s in group]
+        for width in range(min(min(missing), self.streams.micro // len(group)), 0, -1):
+            whole = all(m == width for m in missing)
+            if (width > 1 and all(m - width != 1 for m in missing)) or whole:
+                wanted = sum(sum(s.job.wanted(len(s.held), width)) for s in group if s.job)
+                if wanted <= self.streams.outputs:
+                    return width
+        return 0
 
     @staticmethod
     def _follows(slot: Slot, leader: Slot) -> bool:
