@@ -42,19 +42,6 @@ void decode_row(int type, const void* base, int64_t cols, const Plane& plane, co
   k.add_plane(plane.bits, codes, scratch, group, cols, out);
 }
 
-namespace {
-
-// Rows in chunks of about 64 Ki weights on the pool's threads.
-template <class Body>
-void each_row(int64_t rows, int64_t cols, Body body) {
-  const int64_t chunk = std::max<int64_t>(1, 65536 / cols);
-  parallel_for((rows + chunk - 1) / chunk, [&](int64_t i, int) {
-    const int64_t end = std::min(rows, (i + 1) * chunk);
-    for (int64_t r = i * chunk; r < end; ++r) body(r);
-  });
-}
-
-}  // namespace
 }  // namespace edgees
 
 using namespace edgees;

@@ -14,4 +14,17 @@ int threads();
 // when all are done. Bodies must not depend on order or thread. Nested calls run in the caller.
 void parallel_for(int64_t n, const std::function<void(int64_t, int)>& body);
 
+// Rows that one task takes of a matrix of `cols` columns: about 32 Ki weights.
+inline int64_t rows_per_task(int64_t cols) { return cols < 32768 ? 32768 / cols : 1; }
+
+// Calls body(row) once for each row, rows_per_task(cols) of them in a task.
+template <class Body>
+void each_row(int64_t rows, int64_t cols, Body body) {
+  const int64_t chunk = rows_per_task(cols);
+  parallel_for((rows + chunk - 1) / chunk, [&](int64_t i, int) {
+    const int64_t end = i * chunk + chunk < rows ? i * chunk + chunk : rows;
+    for (int64_t r = i * chunk; r < end; ++r) body(r);
+  });
+}
+
 }  // namespace edgees

@@ -13,9 +13,6 @@
 namespace edgees {
 namespace {
 
-// Rows per task: fixed, and all counts are integers, so that threads do not show.
-int64_t rows_per_task(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
-
 int floor_to_int(float v) {
   const int i = static_cast<int>(v);
   return i - (v < static_cast<float>(i));
@@ -52,15 +49,6 @@ struct Scratch {
   }
 };
 thread_local Scratch scratch;
-
-template <class Body>
-void each_row(int64_t rows, int64_t cols, Body body) {
-  const int64_t chunk = rows_per_task(cols);
-  parallel_for((rows + chunk - 1) / chunk, [&](int64_t i, int) {
-    const int64_t end = std::min(rows, (i + 1) * chunk);
-    for (int64_t r = i * chunk; r < end; ++r) body(r);
-  });
-}
 
 template <class Block>
 void move_codes(const Block* from, int64_t cols, const float* delta, const float* u, Block* to) {

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgees import native
+from bench import machine
 
 
 def call(*arguments: str) -> dict[str, Any]:
@@ -28,14 +26,6 @@ def call(*arguments: str) -> dict[str, Any]:
     if done.returncode:
         sys.exit(done.returncode)
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def cpu() -> str:
-    if os.path.exists("/proc/cpuinfo"):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def line(name: str, seed: int, base: float, tuned: float, difference: dict[str, float]) -> str:
@@ -71,9 +61,8 @@ def main() -> None:
         )
         target = Path("docs/results") / f"{arguments.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"cpu": cpu(), "threads": native.threads(), "isa": native.isa()}
         command = f"python scripts/study_seeds.py {' '.join(sys.argv[1:])}"
-        target.write_text(json.dumps({"command": command, "machine": machine, "results": results}, indent=1) + "\n")
+        target.write_text(json.dumps({"command": command, "machine": machine(), "results": results}, indent=1) + "\n")
     print("| measure | seed | base | tuned | difference | 95 % interval |\n|---|---|---|---|---|---|")
     for r in results:
         e = r["eval"]

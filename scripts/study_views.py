@@ -23,6 +23,7 @@ from edgees import blocks, noise, rewards, rollout
 from edgees.backends.base import CENTRE
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.delta import Delta, DeltaSpec, Step
+from edgees.evaluate import interval
 from edgees.gguf_file import GgufFile, write_like
 from edgees.model_path import resolve
 from edgees.tasks import load_task
@@ -75,13 +76,6 @@ def step(spec: DeltaSpec, size: float, seed: int) -> Step:
     return Step(0, keys, tuple(range(TERMS)), (size / TERMS**0.5,) * TERMS, 1.0)
 
 
-def interval(values: list[float], seed: int = 0) -> tuple[float, float, float]:
-    rng = np.random.default_rng(seed)
-    v = np.array(values)
-    means = v[rng.integers(0, len(v), (4000, len(v)))].mean(1)
-    return float(v.mean()), float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -128,10 +122,11 @@ def main() -> None:
                 values = np.array(found[f"{size} {name} {measure}"]["seeds"])
                 # the adapter's displacement is another draw: its pair is the base, not the exact displacement
                 against = base if name in ("adapter", "exact") else exact.mean(1)
-                mean, low, high = interval(list(values.mean(1) - against))
+                differences = values.mean(1) - against
+                low, high = interval(differences)
                 table.append({"measure": measure, "x": size, "view": name, "mean": float(values.mean()),
                               "against": "base" if name in ("adapter", "exact") else "exact",
-                              "difference": mean, "low": low, "high": high})  # fmt: skip
+                              "difference": float(differences.mean()), "low": low, "high": high})  # fmt: skip
     Path(arguments.out).write_text(
         json.dumps(
             {"model": arguments.model, "rows": arguments.rows, "seeds": arguments.seeds, "table": table}, indent=1

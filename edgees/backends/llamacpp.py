@@ -16,6 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -449,7 +450,7 @@ class LlamaCppEngine:
         return native.Tensor(
             type=blocks.TYPES[file_type].id, heads=t.heads, rows=t.rows, cols=t.cols, id=t.id,
             row_stride=blocks.row_bytes(file_type, t.cols), cell=t.rho / 4,
-            rho=self._delta.spec.scale(t) if self._delta and t in self._spec_tensors else 0.0,
+            rho=self._delta.spec.scale(t) if self._delta else 0.0,
         )  # fmt: skip
 
     # ---- what it is
@@ -516,7 +517,7 @@ class LlamaCppEngine:
         self._delta = delta
         self._spec_tensors = list(spec.tensors)
         tuned = {t.source for t in spec.tensors}
-        others = [t for t in self._claimed if t.source not in tuned]
+        others = [replace(t, amplitude=0.0) for t in self._claimed if t.source not in tuned]
         self._session = self._open_session([*self._spec_tensors, *others], spec.kind, spec.rank)
         self._dither = noise.make_key(spec.seed, noise.POOL_GENERATION, 1)
         for t in self._spec_tensors:

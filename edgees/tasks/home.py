@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgees.tasks.reading import json_object, same
-from edgees.tasks.rows import AMPLITUDES, Row, Task
+from edgees.tasks.rows import SEARCH, Row, Task
 
 ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage")
 DEGREES = tuple(range(16, 25))
@@ -202,13 +202,5 @@ def load() -> Task:
         metrics={"format": format_metric, "exact": exact_metric},
         # Likelihood of the reference call to the end: with 8 rows a generation it carries the signal of several
         # times as many greedy answers, and is cheaper to compute.
-        defaults={
-            "loglik": 1.0,
-            "loglik_hold": 1.0,
-            "loglik_end": 1.0,
-            "generations": 8,
-            "sigma": 0.03,
-            "lr": 0.15,
-            "amplitudes": AMPLITUDES,
-        },
+        defaults={**SEARCH, "loglik_hold": 1.0},
     )

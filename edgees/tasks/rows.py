@@ -21,6 +21,10 @@ AMPLITUDES = (
 """``amplitudes`` of the built-in tasks. Every weight is tuned, but those are moved furthest that gain most for the harm
 that a perturbation does: judged by the likelihood of 8 rows of ``home``, a pair is worth twice as much (docs/log.md).
 """
+SEARCH: Mapping[str, Any] = {
+    "loglik": 1.0, "loglik_end": 1.0, "generations": 8, "sigma": 0.03, "lr": 0.15, "amplitudes": AMPLITUDES,
+}  # fmt: skip
+"""Settings that the built-in tasks share."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 
 from edgees.tasks.reading import number
-from edgees.tasks.rows import AMPLITUDES, Row, Task
+from edgees.tasks.rows import SEARCH, Row, Task
 
 SYSTEM = "Answer with the number only."
 MAX_TOKENS = 12
@@ -45,15 +45,7 @@ def load() -> Task:
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
         # Likelihood at first, which also says how an answer looks; then more and more the credit alone.
-        defaults={
-            "loglik": 1.0,
-            "loglik_hold": 0.6,
-            "loglik_end": 1.0,
-            "generations": 8,
-            "sigma": 0.03,
-            "lr": 0.15,
-            "amplitudes": AMPLITUDES,
-        },
+        defaults={**SEARCH, "loglik_hold": 0.6},
     )
 
 
