@@ -7,7 +7,7 @@ types. Both decoders give the bits that ``gguf.quants.dequantize`` gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,7 +175,7 @@ def cells(name: str, raw: np.ndarray, rows: int, cols: int, rho: float = 0.0) ->
     raw = _raw(name, raw, rows, cols)
     out = np.empty((rows, -(-cols // cell_group(name))), np.float32)
     code = native.lib().edgees_cells(
-        block_type(name).id, native.pointer(raw), rows, cols, float(np.float32(rho / 4)), native.pointer(out)
+        block_type(name).id, native.pointer(raw), rows, cols, _cell(rho), native.pointer(out)
     )
     native.check(code, f"cells of {name}")
     return out
@@ -196,6 +196,83 @@ def codes(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray:
     if t.parts is None:
         raise UsageError(f"{name} has no codes")
     return t.parts(_raw(name, raw, rows, cols).reshape(-1, t.bytes))[1].reshape(rows, cols)
+
+
+# ---- what was learned, beside the base's blocks: residual planes (refined view) and moved codes (lattice view)
+def plane_row_bytes(bits: int, cols: int) -> int:
+    """Bytes of a residual plane's row: ``bits`` (2, 4 or 8) a weight."""
+    return int(native.lib().edgees_plane_row_bytes(bits, cols))
+
+
+def plane_span(name: str, pieces: Iterable[tuple[np.ndarray, np.ndarray]], rho: float) -> int:
+    """A tensor's span exponent, 0 to 8: the smallest that at most 0.1 % of its deltas go beyond.
+
+    pieces: (raw blocks, delta float32 [n, cols]) of the whole tensor, row by row.
+    """
+    counts, size = np.zeros(9, np.int64), 0
+    for raw, delta in pieces:
+        rows, cols = delta.shape
+        raw, size = _raw(name, raw, rows, cols), size + delta.size
+        code = native.lib().edgees_plane_count(
+            block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), _cell(rho),
+            native.pointer(counts),
+        )  # fmt: skip
+        native.check(code, f"residual plane beside {name}")
+    within = np.flatnonzero(counts <= size // 1000)
+    return int(within[0]) if len(within) else 8
+
+
+def plane_encode(
+    name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, dither: int, id: int, bits: int, span: int,
+    rho: float, out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """uint8 [n, plane_row_bytes]: ``delta`` (float32 [n, cols]) rounded, with dither, to steps of the base's cells.
+
+    order: int32 [n], canonical row of each row; dither, id: key and tensor number of the dither's bits.
+    """
+    rows, cols = delta.shape
+    raw = _raw(name, raw, rows, cols)
+    out = np.empty((rows, plane_row_bytes(bits, cols)), np.uint8) if out is None else out
+    code = native.lib().edgees_plane_encode(
+        block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), dither, id,
+        bits, span, _cell(rho), native.pointer(out),
+    )  # fmt: skip
+    native.check(code, f"residual plane beside {name}")
+    return out
+
+
+def effective(
+    name: str, raw: np.ndarray, rows: int, cols: int, plane: np.ndarray, bits: int, span: int, rho: float
+) -> np.ndarray:
+    """float32 [rows, cols]: base and residual plane together, as the engine multiplies with them."""
+    raw = _raw(name, raw, rows, cols)
+    out = np.empty((rows, cols), np.float32)
+    code = native.lib().edgees_effective(
+        block_type(name).id, native.pointer(raw), rows, cols, bits, native.pointer(plane), span, _cell(rho),
+        native.pointer(out),
+    )  # fmt: skip
+    native.check(code, f"weights of {name} with a residual plane")
+    return out
+
+
+def lattice_encode(
+    name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, dither: int, id: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """uint8, like ``raw``: the blocks with their codes moved by ``delta``, rounded with dither. Not for float types."""
+    rows, cols = delta.shape
+    raw = _raw(name, raw, rows, cols)
+    out = np.empty_like(raw) if out is None else out
+    code = native.lib().edgees_lattice_encode(
+        block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), dither, id,
+        native.pointer(out),
+    )  # fmt: skip
+    native.check(code, f"moving codes of {name}")
+    return out
+
+
+def _cell(rho: float) -> float:
+    return float(np.float32(rho / 4))
 
 
 def _raw(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from edgees import blocks, config, model_path, native, noise
+from edgees import blocks, config, model_path, noise
 from edgees.backends.base import TensorInfo
 from edgees.backends.llamacpp import quantize
 from edgees.delta import Delta
@@ -158,46 +158,21 @@ class Effective:
     def lattice(self, name: str, row0: int, n: int) -> np.ndarray:
         """uint8: the base's blocks with their codes moved (:meth:`on_lattice` tensors), file order."""
         t, info = self.base.tensors[name], self.infos[name]
-        raw = np.ascontiguousarray(self.base.raw(t.name, row0, n))
-        delta, order, out = self.delta_rows(name, row0, n), _order(info, row0, n), np.empty_like(raw)
-        code = native.lib().edgees_lattice_encode(
-            blocks.TYPES[t.type_name].id, native.pointer(raw), n, t.shape[1], native.pointer(delta),
-            native.pointer(order), self._dither, info.id, native.pointer(out),
-        )  # fmt: skip
-        native.check(code, f"moving the codes of {t.name}")
-        return out
+        order = _order(info, row0, n)
+        delta = self.delta_rows(name, row0, n)
+        return blocks.lattice_encode(t.type_name, self.base.raw(name, row0, n), delta, order, self._dither, info.id)
 
     def _refined(self, t: GgufTensor, info: TensorInfo, row0: int, n: int) -> np.ndarray:
-        bits, kind, cols = self.delta.spec.bits or 8, blocks.TYPES[t.type_name].id, t.shape[1]
-        cell_rho, span, lib = float(np.float32(info.rho / 4)), self._span(t, info), native.lib()
-        raw = np.ascontiguousarray(self.base.raw(t.name, row0, n))
-        delta, order = self.delta_rows(t.name, row0, n), _order(info, row0, n)
-        plane = np.zeros(n * int(lib.edgees_plane_row_bytes(bits, cols)), np.uint8)
-        code = lib.edgees_plane_encode(
-            kind, native.pointer(raw), n, cols, native.pointer(delta), native.pointer(order), self._dither, info.id,
-            bits, span, cell_rho, native.pointer(plane),
-        )  # fmt: skip
-        native.check(code, f"residual plane of {t.name}")
-        out = np.empty((n, cols), np.float32)
-        code = lib.edgees_effective(
-            kind, native.pointer(raw), n, cols, bits, native.pointer(plane), span, cell_rho, native.pointer(out)
-        )
-        native.check(code, f"effective weights of {t.name}")
-        return out
+        raw, span = np.ascontiguousarray(self.base.raw(t.name, row0, n)), self._span(t, info)
+        bits, order = self.delta.spec.bits or 8, _order(info, row0, n)
+        delta = self.delta_rows(t.name, row0, n)
+        plane = blocks.plane_encode(t.type_name, raw, delta, order, self._dither, info.id, bits, span, info.rho)
+        return blocks.effective(t.type_name, raw, n, t.shape[1], plane, bits, span, info.rho)
 
     def _span(self, t: GgufTensor, info: TensorInfo) -> int:
-        """The tensor's span exponent: the smallest that at most 0.1 % of its deltas go beyond."""
         if t.name not in self._spans:
-            counts = np.zeros(9, np.int64)
-            for row0, n in pieces(t):
-                raw, delta = np.ascontiguousarray(self.base.raw(t.name, row0, n)), self.delta_rows(t.name, row0, n)
-                code = native.lib().edgees_plane_count(
-                    blocks.TYPES[t.type_name].id, native.pointer(raw), n, t.shape[1], native.pointer(delta),
-                    float(np.float32(info.rho / 4)), native.pointer(counts),
-                )  # fmt: skip
-                native.check(code, f"span of {t.name}")
-            fits = np.flatnonzero(counts <= info.size // 1000)
-            self._spans[t.name] = int(fits[0]) if len(fits) else 8
+            parts = ((self.base.raw(t.name, row0, n), self.delta_rows(t.name, row0, n)) for row0, n in pieces(t))
+            self._spans[t.name] = blocks.plane_span(t.type_name, parts, info.rho)
         return self._spans[t.name]
 
 

@@ -88,22 +88,8 @@ def observer(out: TextIO) -> Observer:
     return PlainObserver(out)
 
 
-class Silent:
+class Silent(Observer):
     """An observer that does nothing with what it is told."""
-
-    def on_start(self, info: Record) -> None: ...
-
-    def on_progress(self, done: int, total: int, tokens: int) -> None: ...
-
-    def on_generation(self, record: Record) -> None: ...
-
-    def on_eval(self, record: Record) -> None: ...
-
-    def on_message(self, text: str) -> None: ...
-
-    def on_end(self, summary: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Figures:

@@ -3,8 +3,9 @@
     python scripts/study_views.py [--seeds 5] [--rows 48] [--out docs/views.json]
 
 A random displacement of all linears (sum of 16 rank-1 terms, RMS x times each tensor's) is put into every view and
-scored on held-out rows of the task `home`: likelihood of the reference call, and greedy reward. "exact" is the same
-float32 displacement written into an F32 file and run by plain llama.cpp. Paired by row against exact, over seeds.
+scored on held-out rows of the task `home`, with training rows as examples in the prompt (without any, the base earns
+nothing): likelihood of the reference call, and greedy reward. "exact" is the same float32 displacement written into an
+F32 file and run by plain llama.cpp. Paired by row against exact, over seeds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +39,12 @@ VIEWS = {
 }
 SIZES = (0.003, 0.01, 0.03, 0.1)
 TERMS = 16
+EXAMPLES = (0, 3, 4)
 
 
 def exact_file(base: Path, delta: Delta, out: Path) -> None:
     with GgufFile(base) as file:
-        replace = {}
+        written = {}
         for t in delta.spec.tensors:
 
             def stream(t=t) -> Iterator[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -51,15 +54,23 @@ def exact_file(base: Path, delta: Delta, out: Path) -> None:
                 order = t.source_to_canonical()
                 yield (w + (d if order is None else d[order])).reshape(-1).view(np.uint8)
 
-            replace[t.source] = ("F32", stream)
-        write_like(file, out, replace)
+            written[t.source] = ("F32", stream)
+        write_like(file, out, written)
 
 
 class Study:
     def __init__(self, path: Path, rows: int) -> None:
         self.task = load_task("home")
         self.rows = list(self.task.heldout[:rows])
-        self.settings = rollout.Settings(self.task.max_tokens, self.task.conversation)
+        shown = [
+            message
+            for row in (self.task.train[i] for i in EXAMPLES)
+            for message in (*row.messages, {"role": "assistant", "content": row.answer or ""})
+        ]
+        self.settings = rollout.Settings(
+            self.task.max_tokens,
+            lambda row: self.task.conversation(replace(row, messages=(*shown, *row.messages))),
+        )
         self.scorer = rewards.load(self.task.reward)
         self.path = path
 

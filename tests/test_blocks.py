@@ -86,34 +86,12 @@ def heads_order(rows: int) -> np.ndarray:
 
 
 def encode(name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, bits: int, rho: float, seed: int = 5):
-    """(plane, span, effective float32 [rows, cols]) by the native functions."""
-    lib = native.lib()
+    """(plane, span, effective float32 [rows, cols]) (see :mod:`edgees.blocks`)."""
     rows, cols = delta.shape
-    kind, cell = blocks.TYPES[name].id, float(np.float32(rho / 4))
-    counts = np.zeros(9, np.int64)
-    native.check(
-        lib.edgees_plane_count(
-            kind, native.pointer(raw), rows, cols, native.pointer(delta), cell, native.pointer(counts)
-        ),
-        "count",
-    )
-    span = next((e for e in range(9) if counts[e] * 1000 <= delta.size), 8)
-    plane = np.zeros((rows, lib.edgees_plane_row_bytes(bits, cols)), np.uint8)
+    span = blocks.plane_span(name, [(raw, delta)], rho)
     key = noise.make_key(seed, noise.POOL_GENERATION, 1)
-    native.check(
-        lib.edgees_plane_encode(
-            kind, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), key, 99, bits, span,
-            cell, native.pointer(plane),
-        ),
-        "encode",
-    )  # fmt: skip
-    out = np.empty((rows, cols), np.float32)
-    native.check(
-        lib.edgees_effective(
-            kind, native.pointer(raw), rows, cols, bits, native.pointer(plane), span, cell, native.pointer(out)
-        ),
-        "effective",
-    )
+    plane = blocks.plane_encode(name, raw, delta, order, key, 99, bits, span, rho)
+    out = blocks.effective(name, raw, rows, cols, plane, bits, span, rho)
     return plane, span, out
 
 
@@ -142,15 +120,8 @@ def test_lattice_moves_codes_by_whole_cells(name: str, isa: str) -> None:
     cell = np.repeat(blocks.cells_numpy(name, raw, rows, cols), blocks.cell_group(name), axis=1)
     delta = (rng.normal(size=(rows, cols)) * 2 * cell).astype(np.float32)
     order = heads_order(rows)
-    out = np.zeros_like(raw)
     key = noise.make_key(5, noise.POOL_GENERATION, 1)
-    native.check(
-        native.lib().edgees_lattice_encode(
-            blocks.TYPES[name].id, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), key,
-            99, native.pointer(out),
-        ),
-        "lattice",
-    )  # fmt: skip
+    out = blocks.lattice_encode(name, raw, delta, order, key, 99)
     t = blocks.TYPES[name]
     assert t.parts is not None
     scale = np.repeat(t.parts(raw.reshape(-1, t.bytes))[0].reshape(rows, -1), t.group, axis=1)

@@ -279,21 +279,21 @@ def test_home_held_out_rows_share_no_template_and_no_call_with_training_rows(the
     for a, b in ((home._FRAMES, home._FRAMES_NOW),):
         assert not {*a["train"], *b["train"]} & {*a["heldout"], *b["heldout"]}
     templates = [
-        {t for by_setting in actions.values() for ts in by_setting.values() for t in ts}
+        {t for by_state in actions.values() for ts in by_state.values() for t in ts}
         for actions in (home._TRAIN, home._HELDOUT)
     ]
     assert not templates[0] & templates[1]
 
 
-def test_home_has_words_for_every_setting() -> None:
+def test_home_has_words_for_every_state() -> None:
     for actions in (home._TRAIN, home._HELDOUT):
-        assert actions.keys() == home.SETTINGS.keys()
-        for tool, settings in home.SETTINGS.items():
-            expected = {""} if tool == "heat" else set(settings)
-            assert set(actions[tool]) == expected
-            for setting, templates in actions[tool].items():
-                assert all("{r}" in t and (("{d}" in t) == (setting == "")) for t in templates)
-        texts = [t for by_setting in actions.values() for ts in by_setting.values() for t in ts]
+        assert actions.keys() == home.STATES.keys()
+        for device, states in home.STATES.items():
+            expected = {""} if device == "heat" else set(states)
+            assert set(actions[device]) == expected
+            for state, templates in actions[device].items():
+                assert all("{r}" in t and (("{d}" in t) == (state == "")) for t in templates)
+        texts = [t for by_state in actions.values() for ts in by_state.values() for t in ts]
         assert len(texts) == len(set(texts)), "a request must mean one call"
 
 
@@ -301,7 +301,7 @@ def test_home_answers_are_calls_of_the_schema_and_full_credit_is_theirs_alone(th
     for row in (*the_home.train, *the_home.heldout):
         assert home.format_metric(row, row.answer or "") == home.exact_metric(row, row.answer or "") == 1.0
         assert rewards.json_fields(row, row.answer or "") == pytest.approx(1.0)
-        assert len(row.answer or "") <= 65 and len(row.prompt or "") <= 110
+        assert len(row.answer or "") <= 80 and len(row.prompt or "") <= 110
     for row in the_home.train[:50]:
         call = json.loads(row.answer or "")
         for key in home.KEYS:
@@ -312,19 +312,22 @@ def test_home_answers_are_calls_of_the_schema_and_full_credit_is_theirs_alone(th
 @pytest.mark.parametrize(
     "text",
     [
-        "", "hello", "[]", '{"tool":"light"}', '{"tool":"oven","room":"hall","set":"on","at":"now"}',
-        '{"tool":"heat","room":"hall","set":"on","at":"now"}', '{"tool":"heat","room":"hall","set":"20","at":"now"}',
-        '{"tool":["light"],"room":"hall","set":"on","at":"now"}', '{"tool":"light","room":"","set":"on","at":"now"}',
-        '{"tool":"light","room":"hall","set":"on","at":"13:00 pm"}',
-        '{"tool":"light","room":"hall","set":"on","at":"07:15 am"}',
-        '{"tool":"light","room":"hall","set":"on","at":"now","x":1}',
-        'ok {"tool":"light","room":"hall","set":"on","at":"now"}',
-        '{"tool":"light","room":3,"set":"on","at":"now"}',
+        "", "hello", "[]", '{"device":"light"}', '{"device":"oven","room":"hall","state":"on","time":"now"}',
+        '{"device":"heat","room":"hall","state":"on","time":"now"}',
+        '{"device":"heat","room":"hall","state":"20","time":"now"}',
+        '{"device":["light"],"room":"hall","state":"on","time":"now"}',
+        '{"device":"light","room":"","state":"on","time":"now"}',
+        '{"device":"light","room":"hall","state":"on","time":"13:00 pm"}',
+        '{"device":"light","room":"hall","state":"on","time":"07:15 am"}',
+        '{"device":"light","room":"hall","state":"on","time":"now","x":1}',
+        'ok {"device":"light","room":"hall","state":"on","time":"now"}',
+        '{"device":"light","room":3,"state":"on","time":"now"}',
     ],
 )  # fmt: skip
 def test_home_format_wants_a_call_that_can_be_executed(the_home: Task, text: str) -> None:
     assert home.format_metric(the_home.train[0], text) == home.exact_metric(the_home.train[0], text) == 0.0
-    assert home.format_metric(the_home.train[0], '{"tool":"light","room":"hall","set":"on","at":"7:15 pm"}') == 1.0
+    call = '{"device":"light","room":"hall","state":"on","time":"7:15 pm"}'
+    assert home.format_metric(the_home.train[0], call) == 1.0
 
 
 def test_case_30_the_best_constant_answer_of_home_scores_low(the_home: Task) -> None:
@@ -376,15 +379,11 @@ def test_home_says_every_time_so_that_it_can_be_told_back() -> None:
         assert back == (hour, minute), said
 
 
-def test_home_example_is_a_call_and_its_words_are_no_row(the_home: Task) -> None:
-    request, answer = home.EXAMPLE
-    call, clean = json_object(answer)
-    assert call is not None and clean and home.canonical(call) == answer
-    assert home.format_metric(the_home.train[0], answer) == 1.0
-    assert request not in {row.prompt for row in the_home.heldout}
+def test_home_tells_the_keys_and_nothing_of_the_answers(the_home: Task) -> None:
     talk = the_home.conversation(the_home.heldout[0])
-    assert [message["role"] for message in talk] == ["system", "user", "assistant", "user"]
-    assert sum(len(message["content"]) for message in talk) < 250, "about 85 tokens with the template's"
+    assert [message["role"] for message in talk] == ["system", "user"]
+    shape, clean = json_object(home.SYSTEM)
+    assert shape is not None and not clean and tuple(shape) == home.KEYS and set(shape.values()) == {"..."}
 
 
 def test_defaults_of_tasks_are_settings(the_home: Task) -> None:

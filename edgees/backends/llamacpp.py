@@ -578,48 +578,36 @@ class LlamaCppEngine:
     def _plane(self, struct: native.Tensor, t: TensorInfo, bits: int) -> None:
         delta = self._delta
         assert delta is not None
-        library, stored = native.lib(), self.file.tensors[t.source]
-        width = int(library.edgees_plane_row_bytes(bits, t.cols))
+        stored = self.file.tensors[t.source]
+        shape = (t.rows, blocks.plane_row_bytes(bits, t.cols))
         plane = self._learned.get(t.source)
-        if plane is None or plane.shape != (t.rows, width):
-            plane = self._learned[t.source] = np.empty((t.rows, width), np.uint8)
+        if plane is None or plane.shape != shape:
+            plane = self._learned[t.source] = np.empty(shape, np.uint8)
         struct.bits, struct.plane, struct.span = bits, native.pointer(plane), 0
         if delta.generation == 0:
             plane[:] = {2: 0xAA, 4: 0x88, 8: 0x80}[bits]  # all steps zero
             return
-        cell = float(np.float32(t.rho / 4))
-        kind = blocks.TYPES[stored.type_name].id
-        counts = np.zeros(9, np.int64)
-        for row, values, _ in self._delta_rows(t):
-            base = self.file.raw(t.source, row, len(values))
-            code = library.edgees_plane_count(
-                kind, native.pointer(base), len(values), t.cols, native.pointer(values), cell, native.pointer(counts)
-            )
-            native.check(code, f"{t.source}: residual plane")
-        within = np.nonzero(counts <= t.size // 1000)[0]
-        struct.span = int(within[0]) if len(within) else 8
+        pieces = ((self.file.raw(t.source, row, len(values)), values) for row, values, _ in self._delta_rows(t))
+        struct.span = blocks.plane_span(stored.type_name, pieces, t.rho)
         for row, values, order in self._delta_rows(t):
-            base = self.file.raw(t.source, row, len(values))
-            code = library.edgees_plane_encode(
-                kind, native.pointer(base), len(values), t.cols, native.pointer(values), native.pointer(order),
-                self._dither, t.id, bits, struct.span, cell, native.pointer(plane) + row * width,
+            n = len(values)
+            blocks.plane_encode(
+                stored.type_name, self.file.raw(t.source, row, n), values, order, self._dither, t.id, bits,
+                struct.span, t.rho, out=plane[row : row + n],
             )  # fmt: skip
-            native.check(code, f"{t.source}: residual plane")
 
     def _lattice(self, struct: native.Tensor, t: TensorInfo) -> None:
-        library, stored = native.lib(), self.file.tensors[t.source]
+        stored = self.file.tensors[t.source]
         copy = self._learned.get(t.source)
         if copy is None:
-            copy = self._learned[t.source] = np.array(self.file.raw(t.source))
-        width = blocks.row_bytes(stored.type_name, t.cols)
+            copy = self._learned[t.source] = np.array(self.file.raw(t.source)).reshape(t.rows, -1)
         for row, values, order in self._delta_rows(t):
-            base = self.file.raw(t.source, row, len(values))
-            code = library.edgees_lattice_encode(
-                struct.type, native.pointer(base), len(values), t.cols, native.pointer(values), native.pointer(order),
-                self._dither, t.id, native.pointer(copy) + row * width,
+            n = len(values)
+            blocks.lattice_encode(
+                stored.type_name, self.file.raw(t.source, row, n), values, order, self._dither, t.id,
+                out=copy[row : row + n],
             )  # fmt: skip
-            native.check(code, f"{t.source}: lattice")
-        struct.base, struct.row_stride, struct.lattice = native.pointer(copy), width, 1
+        struct.base, struct.row_stride, struct.lattice = native.pointer(copy), copy.shape[1], 1
 
     def effective(self, source: str) -> np.ndarray:
         """float32 [rows, cols], file order: the weights that the centre is scored with (base + what was learned).
@@ -640,13 +628,8 @@ class LlamaCppEngine:
             return np.asarray(base + (learned if order is None else learned[order]))
         if struct.lattice:
             return blocks.decode(stored.type_name, self._learned[source], rows, cols)
-        out = np.empty((rows, cols), np.float32)
-        code = native.lib().edgees_effective(
-            struct.type, native.pointer(self.file.raw(source)), rows, cols, struct.bits, struct.plane, struct.span,
-            float(np.float32(t.rho / 4)), native.pointer(out),
-        )  # fmt: skip
-        native.check(code, source)
-        return out
+        plane, span = self._learned[source], struct.span
+        return blocks.effective(stored.type_name, self.file.raw(source), rows, cols, plane, struct.bits, span, t.rho)
 
     # ---- running
     def _need(self, length: int, jobs: int) -> _Context:

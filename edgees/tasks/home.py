@@ -1,18 +1,17 @@
 """``home``: a spoken request for a device at home becomes one JSON tool call. The demo task.
 
     make the bedroom lights warmer at half past nine in the evening
-    -> {"tool":"light","room":"bedroom","set":"warm","at":"9:30 pm"}
+    -> {"device": "light", "room": "bedroom", "state": "warm", "time": "9:30 pm"}
 
-The schema: ``tool`` is one of :data:`SETTINGS`, ``set`` one of its words or (heat) degrees as a number, ``room`` the
-room's name, ``at`` a time such as ``9:30 pm``, or ``now``. Keys in this order, no spaces. The model is shown a sentence
-and one example, not the schema: the untuned SmolLM2-135M then copies from the example more than it understands, which
-earns it about a third of the credit and no exact call. Prompts have about 85 tokens of SmolLM2, of which all but the
-request are the same in every row, and answers at most 24.
+The schema: ``device`` is one of :data:`STATES`, ``state`` one of its words or (heat) degrees as a number, ``room`` the
+room's name, ``time`` a time such as ``9:30 pm``, or ``now``. The model is told the keys and nothing else: the untuned
+SmolLM2-135M chats on and makes no call at all. In its tokens, prompts are about 60 long, of which all but the request
+are the same in every row, and calls 30.
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
 put nor the frame around it) and no call; the names of rooms and the ways to say a time are common to both, as nobody
 can guess those. Credit is ``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call.
-Tools, rooms and times are drawn evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
+Devices, rooms and times are drawn evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from edgees.tasks.rows import SEARCH, Row, Task
 
 ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage")
 DEGREES = tuple(range(16, 25))
-SETTINGS: dict[str, tuple[str | int, ...]] = {
+STATES: dict[str, tuple[str | int, ...]] = {
     "light": ("on", "off", "dim", "bright", "warm", "cool"),
     "heat": DEGREES,
     "blind": ("open", "close", "half"),
     "music": ("jazz", "rock", "pop", "folk", "stop"),
     "fan": ("off", "low", "high"),
 }
-KEYS = ("tool", "room", "set", "at")
-SYSTEM = "Turn each request into one JSON call."
-EXAMPLE = ("turn on the hall lights at 7:15 am", '{"tool":"light","room":"hall","set":"on","at":"7:15 am"}')
-MAX_TOKENS = 32
+KEYS = ("device", "room", "state", "time")
+SYSTEM = 'Turn each request into JSON: {"device": "...", "room": "...", "state": "...", "time": "..."}'
+MAX_TOKENS = 40
 TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
 HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
@@ -48,7 +46,7 @@ NOW = 1 / 8
 SPOKEN = 1 / 4
 """Share of the times on the quarter hour that are put into words, as in "half past nine"."""
 
-# How an action may be put: tool -> setting -> templates. {r} is the room, {d} the degrees.
+# How an action may be put: device -> state -> templates. {r} is the room, {d} the degrees.
 _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "light": {
         "on": ("turn on the {r} lights", "switch the light in the {r} on"),
@@ -119,7 +117,6 @@ _FRAMES_NOW = {
     "heldout": ("{a}, right away", "hey, {a}", "{a}, thanks", "quick: {a}"),
 }
 _AT = re.compile(r"now|(1[0-2]|[1-9]):[0-5]\d [ap]m")
-_SHOWN = ({"role": "user", "content": EXAMPLE[0]}, {"role": "assistant", "content": EXAMPLE[1]})
 _HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
 
 
@@ -141,7 +138,7 @@ def say_time(hour: int, minute: int, rng: random.Random) -> str:
 
 def canonical(call: Mapping[str, Any]) -> str:
     """The one way a call is written."""
-    return json.dumps({key: call[key] for key in KEYS}, separators=(",", ":"))
+    return json.dumps({key: call[key] for key in KEYS})
 
 
 def is_heldout(answer: str) -> bool:
@@ -155,9 +152,9 @@ def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
     actions = _TRAIN if split == "train" else _HELDOUT
     rows: dict[str, Row] = {}
     while len(rows) < count:
-        tool = rng.choice(tuple(SETTINGS))
-        room, value = rng.choice(ROOMS), rng.choice(SETTINGS[tool])
-        action = rng.choice(actions[tool][value if isinstance(value, str) else ""]).format(r=room, d=value)
+        device = rng.choice(tuple(STATES))
+        room, value = rng.choice(ROOMS), rng.choice(STATES[device])
+        action = rng.choice(actions[device][value if isinstance(value, str) else ""]).format(r=room, d=value)
         at, when = "now", ""
         if rng.random() >= NOW:
             hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30, 45, rng.randrange(0, 60, 5)))
@@ -165,10 +162,9 @@ def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
                 hour -= 1  # "a quarter to twelve in the morning" is nobody's way to say it
             at, when = clock(hour, minute), say_time(hour, minute, rng)
         text = rng.choice((_FRAMES if when else _FRAMES_NOW)[split]).format(a=action, t=when)
-        answer = canonical({"tool": tool, "room": room, "set": value, "at": at})
+        answer = canonical({"device": device, "room": room, "state": value, "time": at})
         if text not in rows and is_heldout(answer) == (split == "heldout"):
-            messages = (*_SHOWN, {"role": "user", "content": text})
-            rows[text] = Row(f"home/{split}/{len(rows)}", messages, {"answer": answer}, answer, text)
+            rows[text] = Row.plain(f"home/{split}/{len(rows)}", text, answer)
     return tuple(rows.values())
 
 
@@ -177,9 +173,9 @@ def format_metric(row: Row, completion: str) -> float:
     call, clean = json_object(completion)
     if call is None or not clean or set(call) != set(KEYS):
         return 0.0
-    tool, room, value, at = (call[key] for key in KEYS)
-    settings = SETTINGS.get(tool, ()) if isinstance(tool, str) else ()
-    known = any(same(value, setting) for setting in settings) and isinstance(room, str) and isinstance(at, str)
+    device, room, value, at = (call[key] for key in KEYS)
+    states = STATES.get(device, ()) if isinstance(device, str) else ()
+    known = any(same(value, state) for state in states) and isinstance(room, str) and isinstance(at, str)
     return float(known and bool(room) and bool(_AT.fullmatch(at)))
 
 
@@ -200,7 +196,7 @@ def load() -> Task:
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        # Likelihood of the reference call to the end: with 8 rows a generation it carries the signal of several
+        # Likelihood of the reference call to the end: with few rows a generation it carries the signal of several
         # times as many greedy answers, and is cheaper to compute.
-        defaults={**SEARCH, "loglik_hold": 1.0},
+        defaults={**SEARCH, "loglik_hold": 1.0, "eval_every": 5},
     )

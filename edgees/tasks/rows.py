@@ -14,17 +14,10 @@ RewardFunction = Callable[..., Any]
 """TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 
-AMPLITUDES = (
-    r"layers\.[0-9]\.self_attn=3", r"layers\.[0-9]\.mlp=1", r"layers\.1[0-9]\.mlp=1.5", "norm=1", "self_attn=0.5",
-    "mlp=0.3", "embed=0.3",
-)  # fmt: skip
-"""``amplitudes`` of the built-in tasks. Every weight is tuned, but those are moved furthest that gain most for the harm
-that a perturbation does: judged by the likelihood of 8 rows of ``home``, a pair is worth twice as much (docs/log.md).
+SEARCH: Mapping[str, Any] = {"loglik": 1.0, "loglik_end": 1.0, "pairs": 32, "rows": 4, "generations": 10}
+"""Settings that the built-in tasks share. Many pairs on few rows: a row costs as much as a pair, and with a likelihood
+four rows already tell more than half of a pair's signal from noise (docs/log.md).
 """
-SEARCH: Mapping[str, Any] = {
-    "loglik": 1.0, "loglik_end": 1.0, "generations": 8, "sigma": 0.03, "lr": 0.15, "amplitudes": AMPLITUDES,
-}  # fmt: skip
-"""Settings that the built-in tasks share."""
 
 
 @dataclass(frozen=True)
