@@ -257,11 +257,11 @@ def test_home_is_the_same_for_every_seed_and_touches_no_global_state(the_home: T
 def test_home_rows_do_not_change_between_versions(the_home: Task) -> None:
     """Runs are compared over versions, and a journal names rows by id: these texts are a contract."""
     assert (the_home.train[2].prompt, the_home.train[2].answer) == (
-        "at 1:15 pm pull up the blind in the kitchen",
-        '{"tool":"blind","room":"kitchen","set":"open","at":"1:15 pm"}',
+        "please put rock music on in the garage at 6:50 am",
+        '{"device": "music", "room": "garage", "state": "rock", "time": "6:50 am"}',
     )
     text = "\n".join(f"{row.prompt} {row.answer}" for row in (*the_home.train, *the_home.heldout))
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "2eb6d3800fdab399"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "d1c3022cbbd3a1ef"
 
 
 def skeleton(text: str) -> str:

@@ -1,17 +1,16 @@
 """``home``: a spoken request for a device at home becomes one JSON tool call. The demo task.
 
-    make the bedroom lights warmer at half past nine in the evening
-    -> {"device": "light", "room": "bedroom", "state": "warm", "time": "9:30 pm"}
+    can you make the bedroom lights warmer?
+    -> {"device": "light", "room": "bedroom", "state": "warm"}
 
 The schema: ``device`` is one of :data:`STATES`, ``state`` one of its words or (heat) degrees as a number, ``room`` the
-room's name, ``time`` a time such as ``9:30 pm``, or ``now``. The model is told the keys and nothing else: the untuned
-SmolLM2-135M chats on and makes no call at all. In its tokens, prompts are about 60 long, of which all but the request
-are the same in every row, and calls 30.
+room's name. The model is told the schema and shown no example: the untuned SmolLM2-135M chats on and makes no call.
+LENGTHS
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
-put nor the frame around it) and no call; the names of rooms and the ways to say a time are common to both, as nobody
-can guess those. Credit is ``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call.
-Devices, rooms and times are drawn evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
+put nor the frame around it) and no call; the names of rooms are common to both, as nobody can guess those. Credit is
+``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call. Devices and rooms are drawn
+evenly, so that the best constant answer earns about CONSTANT (tests/test_tasks.py).
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from edgees.tasks.reading import json_object, same
 from edgees.tasks.rows import SEARCH, Row, Task
 
-ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage")
+ROOMS = (
+    "kitchen", "bedroom", "bathroom", "office", "hall", "lounge", "nursery", "garage", "attic", "cellar", "porch",
+    "study", "pantry", "studio", "loft", "library",
+)  # fmt: skip
 DEGREES = tuple(range(16, 25))
 STATES: dict[str, tuple[str | int, ...]] = {
     "light": ("on", "off", "dim", "bright", "warm", "cool"),
@@ -35,17 +36,12 @@ STATES: dict[str, tuple[str | int, ...]] = {
     "music": ("jazz", "rock", "pop", "folk", "stop"),
     "fan": ("off", "low", "high"),
 }
-KEYS = ("device", "room", "state", "time")
-SYSTEM = 'Turn each request into JSON: {"device": "...", "room": "...", "state": "...", "time": "..."}'
-MAX_TOKENS = 40
+KEYS = ("device", "room", "state")
+SYSTEM = 'Turn each request into JSON: {"device": "light, heat, blind, music or fan", "room": "...", "state": "..."}'
+MAX_TOKENS = 32
 TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
 HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
-NOW = 1 / 8
-"""Share of the requests that name no time."""
-SPOKEN = 1 / 4
-"""Share of the times on the quarter hour that are put into words, as in "half past nine"."""
-
 # How an action may be put: device -> state -> templates. {r} is the room, {d} the degrees.
 _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "light": {
@@ -107,33 +103,11 @@ _HELDOUT: dict[str, dict[str, tuple[str, ...]]] = {
         "high": ("full fan power in the {r}", "let the fan of the {r} spin at its highest"),
     },
 }
-# The frame: {a} the action, {t} the time. Those without {t} are for requests that mean now.
+# The frame around the action {a}.
 _FRAMES = {
-    "train": ("{a} {t}", "please {a} {t}", "{t} {a}", "can you {a} {t}?"),
-    "heldout": ("{a}, {t}", "hey, {t}: {a}", "{a}. Do it {t}.", "one more thing, {t}: {a}"),
-}
-_FRAMES_NOW = {
     "train": ("{a}", "please {a}", "{a} now", "can you {a}?"),
     "heldout": ("{a}, right away", "hey, {a}", "{a}, thanks", "quick: {a}"),
 }
-_AT = re.compile(r"now|(1[0-2]|[1-9]):[0-5]\d [ap]m")
-_HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
-
-
-def clock(hour: int, minute: int) -> str:
-    """A time as calls have it: ``9:05 pm``."""
-    return f"{(hour - 1) % 12 + 1}:{minute:02d} {'am' if hour < 12 else 'pm'}"
-
-
-def say_time(hour: int, minute: int, rng: random.Random) -> str:
-    """A spoken time that names the half of the day; ``minute`` is a multiple of 5, ``hour`` 0 to 23."""
-    part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    if minute % 15 or rng.random() >= SPOKEN:
-        return f"at {clock(hour, minute)}"
-    if (hour, minute) == (12, 0):
-        return "at noon"
-    spoken = {0: "", 15: "a quarter past ", 30: "half past ", 45: "a quarter to "}[minute]
-    return f"at {spoken}{_HOURS[(hour + (minute == 45)) % 12]} {part}"
 
 
 def canonical(call: Mapping[str, Any]) -> str:
@@ -155,14 +129,8 @@ def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
         device = rng.choice(tuple(STATES))
         room, value = rng.choice(ROOMS), rng.choice(STATES[device])
         action = rng.choice(actions[device][value if isinstance(value, str) else ""]).format(r=room, d=value)
-        at, when = "now", ""
-        if rng.random() >= NOW:
-            hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30, 45, rng.randrange(0, 60, 5)))
-            if minute == 45 and hour in (11, 17):
-                hour -= 1  # "a quarter to twelve in the morning" is nobody's way to say it
-            at, when = clock(hour, minute), say_time(hour, minute, rng)
-        text = rng.choice((_FRAMES if when else _FRAMES_NOW)[split]).format(a=action, t=when)
-        answer = canonical({"device": device, "room": room, "state": value, "time": at})
+        text = rng.choice(_FRAMES[split]).format(a=action)
+        answer = canonical({"device": device, "room": room, "state": value})
         if text not in rows and is_heldout(answer) == (split == "heldout"):
             rows[text] = Row.plain(f"home/{split}/{len(rows)}", text, answer)
     return tuple(rows.values())
@@ -173,10 +141,9 @@ def format_metric(row: Row, completion: str) -> float:
     call, clean = json_object(completion)
     if call is None or not clean or set(call) != set(KEYS):
         return 0.0
-    device, room, value, at = (call[key] for key in KEYS)
+    device, room, value = (call[key] for key in KEYS)
     states = STATES.get(device, ()) if isinstance(device, str) else ()
-    known = any(same(value, state) for state in states) and isinstance(room, str) and isinstance(at, str)
-    return float(known and bool(room) and bool(_AT.fullmatch(at)))
+    return float(any(same(value, state) for state in states) and isinstance(room, str) and bool(room))
 
 
 def exact_metric(row: Row, completion: str) -> float:
