@@ -39,7 +39,7 @@ STATES: dict[str, tuple[str | int, ...]] = {
 KEYS = ("device", "room", "state")
 SYSTEM = 'Turn each request into JSON: {"device": "light, heat, blind, music or fan", "room": "...", "state": "..."}'
 MAX_TOKENS = 32
-TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
+TRAIN_ROWS, HELDOUT_ROWS = 1024, 256
 HELDOUT_CALLS = 8
 """One call in so many (by a hash of its text) is asked for in held-out rows only."""
 # How an action may be put: device -> state -> templates. {r} is the room, {d} the degrees.
@@ -154,7 +154,7 @@ def exact_metric(row: Row, completion: str) -> float:
 
 
 def load() -> Task:
-    """The task: 2048 training and 256 held-out rows, always the same, so that runs can be compared."""
+    """The task: 1024 training and 256 held-out rows, always the same, so that runs can be compared."""
     return Task(
         name="home",
         train=generate(TRAIN_ROWS, "train"),
