@@ -5,17 +5,16 @@
 
 The schema: ``device`` is one of :data:`STATES`, ``state`` one of its words or (heat) degrees as a number, ``room`` the
 room's name. The model is told the schema and shown no example: the untuned SmolLM2-135M chats on and makes no call.
-LENGTHS
+In its tokens, prompts are about 54 long, of which all but the request are the same in every row, and calls 20.
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
 put nor the frame around it) and no call; the names of rooms are common to both, as nobody can guess those. Credit is
-``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call. Devices and rooms are drawn
-evenly, so that the best constant answer earns about CONSTANT (tests/test_tasks.py).
+``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call. Devices come in
+turn and rooms evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -39,9 +38,8 @@ STATES: dict[str, tuple[str | int, ...]] = {
 KEYS = ("device", "room", "state")
 SYSTEM = 'Turn each request into JSON: {"device": "light, heat, blind, music or fan", "room": "...", "state": "..."}'
 MAX_TOKENS = 32
-TRAIN_ROWS, HELDOUT_ROWS = 1024, 256
-HELDOUT_CALLS = 8
-"""One call in so many (by a hash of its text) is asked for in held-out rows only."""
+TRAIN_ROWS, HELDOUT_ROWS = 1024, 192
+
 # How an action may be put: device -> state -> templates. {r} is the room, {d} the degrees.
 _TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "light": {
@@ -115,23 +113,25 @@ def canonical(call: Mapping[str, Any]) -> str:
     return json.dumps({key: call[key] for key in KEYS})
 
 
-def is_heldout(answer: str) -> bool:
-    """Whether a call (its text) is kept for held-out rows."""
-    return hashlib.blake2b(answer.encode(), digest_size=4).digest()[0] % HELDOUT_CALLS == 0
+def is_heldout(state: int, room: int) -> bool:
+    """Whether the call for the ``state``-th of all states in that room is asked for in held-out rows only: 1 in 8."""
+    return (room - 5 * state) % 8 == 0
 
 
 def generate(count: int, split: str, seed: int = 0) -> tuple[Row, ...]:
     """``count`` rows of a split ("train" or "heldout") with distinct requests. The same for ever for a seed."""
     rng = random.Random(f"edgees home {split} {seed}")
     actions = _TRAIN if split == "train" else _HELDOUT
+    everything = [(device, value) for device, values in STATES.items() for value in values]
     rows: dict[str, Row] = {}
     while len(rows) < count:
-        device = rng.choice(tuple(STATES))
-        room, value = rng.choice(ROOMS), rng.choice(STATES[device])
-        action = rng.choice(actions[device][value if isinstance(value, str) else ""]).format(r=room, d=value)
+        device = tuple(STATES)[len(rows) % len(STATES)]
+        state, room = rng.choice([i for i, (d, _) in enumerate(everything) if d == device]), rng.randrange(len(ROOMS))
+        value = everything[state][1]
+        action = rng.choice(actions[device][value if isinstance(value, str) else ""]).format(r=ROOMS[room], d=value)
         text = rng.choice(_FRAMES[split]).format(a=action)
-        answer = canonical({"device": device, "room": room, "state": value})
-        if text not in rows and is_heldout(answer) == (split == "heldout"):
+        if text not in rows and is_heldout(state, room) == (split == "heldout"):
+            answer = canonical({"device": device, "room": ROOMS[room], "state": value})
             rows[text] = Row.plain(f"home/{split}/{len(rows)}", text, answer)
     return tuple(rows.values())
 
@@ -154,7 +154,7 @@ def exact_metric(row: Row, completion: str) -> float:
 
 
 def load() -> Task:
-    """The task: 1024 training and 256 held-out rows, always the same, so that runs can be compared."""
+    """The task: 1024 training and 192 held-out rows, always the same, so that runs can be compared."""
     return Task(
         name="home",
         train=generate(TRAIN_ROWS, "train"),
