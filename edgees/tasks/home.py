@@ -9,8 +9,8 @@ In its tokens, prompts are about 54 long, of which all but the request are the s
 
 Rows come from a seeded generator. Training and held-out rows share no sentence template (neither the way an action is
 put nor the frame around it) and no call; the names of rooms are common to both, as nobody can guess those. Credit is
-``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call. Devices come in
-turn and rooms evenly, so that the best constant answer earns about 0.15 (tests/test_tasks.py).
+``json_fields``: 0.05 for a JSON object, up to 0.75 by field, 0.2 more for the exact call. Devices come in turn,
+so that the best constant answer earns about 0.15 (tests/test_tasks.py).
 """
 
 from __future__ import annotations
