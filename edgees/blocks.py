@@ -200,8 +200,11 @@ def codes(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray:
 
 # ---- what was learned, beside the base's blocks: residual planes (refined view) and moved codes (lattice view)
 def plane_row_bytes(bits: int, cols: int) -> int:
-    """Bytes of a residual plane's row: ``bits`` (2, 4 or 8) a weight."""
-    return int(native.lib().edgees_plane_row_bytes(bits, cols))
+    """Bytes of a residual plane's row: ``bits`` (2, 4 or 8) a weight. :raises UsageError: other bits."""
+    width = int(native.lib().edgees_plane_row_bytes(bits, cols))
+    if width < 0:
+        raise UsageError(f"no residual plane of {bits} bits and {cols} columns")
+    return width
 
 
 def plane_span(name: str, pieces: Iterable[tuple[np.ndarray, np.ndarray]], rho: float) -> int:
@@ -212,7 +215,7 @@ def plane_span(name: str, pieces: Iterable[tuple[np.ndarray, np.ndarray]], rho: 
     counts, size = np.zeros(9, np.int64), 0
     for raw, delta in pieces:
         rows, cols = delta.shape
-        raw, size = _raw(name, raw, rows, cols), size + delta.size
+        raw, delta, size = _raw(name, raw, rows, cols), _float32(delta), size + delta.size
         code = native.lib().edgees_plane_count(
             block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), _cell(rho),
             native.pointer(counts),
@@ -231,8 +234,8 @@ def plane_encode(
     order: int32 [n], canonical row of each row; dither, id: key and tensor number of the dither's bits.
     """
     rows, cols = delta.shape
-    raw = _raw(name, raw, rows, cols)
-    out = np.empty((rows, plane_row_bytes(bits, cols)), np.uint8) if out is None else out
+    raw, delta, order = _raw(name, raw, rows, cols), _float32(delta), _rows(order, rows)
+    out = _bytes(out, (rows, plane_row_bytes(bits, cols)))
     code = native.lib().edgees_plane_encode(
         block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), dither, id,
         bits, span, _cell(rho), native.pointer(out),
@@ -246,7 +249,7 @@ def effective(
 ) -> np.ndarray:
     """float32 [rows, cols]: base and residual plane together, as the engine multiplies with them."""
     raw = _raw(name, raw, rows, cols)
-    out = np.empty((rows, cols), np.float32)
+    plane, out = _bytes(plane, (rows, plane_row_bytes(bits, cols))), np.empty((rows, cols), np.float32)
     code = native.lib().edgees_effective(
         block_type(name).id, native.pointer(raw), rows, cols, bits, native.pointer(plane), span, _cell(rho),
         native.pointer(out),
@@ -259,16 +262,35 @@ def lattice_encode(
     name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, dither: int, id: int,
     out: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """uint8, like ``raw``: the blocks with their codes moved by ``delta``, rounded with dither. Not for float types."""
+    """uint8 [n, row_bytes]: the blocks, their codes moved by ``delta``, rounded with dither. Not for float types."""
     rows, cols = delta.shape
-    raw = _raw(name, raw, rows, cols)
-    out = np.empty_like(raw) if out is None else out
+    raw, delta, order = _raw(name, raw, rows, cols), _float32(delta), _rows(order, rows)
+    out = _bytes(out, (rows, row_bytes(name, cols)))
     code = native.lib().edgees_lattice_encode(
         block_type(name).id, native.pointer(raw), rows, cols, native.pointer(delta), native.pointer(order), dither, id,
         native.pointer(out),
     )  # fmt: skip
     native.check(code, f"moving codes of {name}")
     return out
+
+
+def _float32(delta: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(delta, np.float32)
+
+
+def _rows(order: np.ndarray, rows: int) -> np.ndarray:
+    if order.shape != (rows,):
+        raise UsageError(f"an order of {order.shape} for {rows} rows")
+    return np.ascontiguousarray(order, np.int32)
+
+
+def _bytes(array: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+    """``array``, which native code reads or fills as ``shape``, or a new one."""
+    if array is None:
+        return np.empty(shape, np.uint8)
+    if array.dtype != np.uint8 or array.shape != shape:
+        raise UsageError(f"{array.dtype} {array.shape} where uint8 {shape} is meant")
+    return array
 
 
 def _cell(rho: float) -> float:

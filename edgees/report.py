@@ -21,7 +21,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from edgees.checkpoint import write_atomic
 from edgees.errors import RunError
@@ -61,7 +61,9 @@ weight of the likelihood in the training reward; ``excluded``: rewards that coul
 Record = Mapping[str, Any]
 
 
-class Observer(Protocol):
+class Observer:
+    """What is told of a run as it goes; this one does nothing with it."""
+
     def on_start(self, info: Record) -> None: ...
 
     def on_progress(self, done: int, total: int, tokens: int) -> None: ...
@@ -86,10 +88,6 @@ def observer(out: TextIO) -> Observer:
     if out.isatty() and os.environ.get("TERM", "") != "dumb":
         return TerminalObserver(out)
     return PlainObserver(out)
-
-
-class Silent(Observer):
-    """An observer that does nothing with what it is told."""
 
 
 class _Figures:
@@ -154,7 +152,7 @@ class _Figures:
         return parts
 
 
-class PlainObserver(Silent):
+class PlainObserver(Observer):
     """One line per event, no control characters. A reader that went away does not end the run."""
 
     def __init__(self, out: TextIO) -> None:
@@ -202,7 +200,7 @@ class PlainObserver(Silent):
         self.line(f"next: {following(summary)}")
 
 
-class TerminalObserver:
+class TerminalObserver(Observer):
     """A live block: bars for generations and members, and one line of figures. Messages scroll above it."""
 
     def __init__(self, out: TextIO) -> None:

@@ -38,7 +38,7 @@ from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError, UsageError
 from edgees.history import History, short_float32s
 from edgees.population import Population, RowOrder, sigma_at
-from edgees.report import Observer, Silent
+from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
 from edgees.tasks import load_task
@@ -106,7 +106,7 @@ def tune(
         with folder.made_or_removed():
             delta = stack.enter_context(Delta.create(folder.delta_path, spec))
             history = History.create(folder.history_path, setup.header(spec))
-        return _Run(setup, folder, history, delta, observer or Silent()).carry_on()
+        return _Run(setup, folder, history, delta, observer or Observer()).carry_on()
 
 
 def resume(
@@ -121,7 +121,7 @@ def resume(
 
     :raises RunError: no run there, in use, damaged beyond repair, or its settings, data or model have changed.
     """
-    observer = observer or Silent()
+    observer = observer or Observer()
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run))
         begun = History.open(folder.history_path, repair=False)

@@ -216,7 +216,7 @@ def main() -> None:
     if arguments.what == "speed":
         figures = speed(path, arguments.rounds, arguments.kinds.split(","))
     else:
-        figures = memory(path, "home", 8, 16)
+        figures = memory(path, "home", 4, 32)
     if arguments.json:
         print(json.dumps({"machine": machine(), "figures": figures}))
 

@@ -7,7 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-say "edgees demo: install (the first time 3 to 15 minutes, then seconds), tune (about 10 to 15 minutes on two cores),"
+say "edgees demo: install (the first time 3 to 15 minutes, then seconds), tune (about 8 minutes on two cores),"
 say "             compare on held-out rows, export. Ctrl-C saves; 'edgees resume' goes on."
 ensure_env llama,plot model
 

@@ -1,6 +1,6 @@
 """Where may delta live? What a view's rounding does to a model, before anything is learned.
 
-    python scripts/study_views.py [--seeds 5] [--rows 48] [--out docs/views.json]
+    python scripts/study_views.py [--seeds 5] [--rows 48] [--out docs/results/views.json]
 
 A random displacement of all linears (sum of 16 rank-1 terms, RMS x times each tensor's) is put into every view and
 scored on held-out rows of the task `home`, with training rows as examples in the prompt (without any, the base earns
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--out", default="docs/views.json")
+    parser.add_argument("--out", default="docs/results/views.json")
     arguments = parser.parse_args()
     path = Path(resolve(arguments.model))
     study = Study(path, arguments.rows)

@@ -89,6 +89,10 @@ def encode(name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, bit
     """(plane, span, effective float32 [rows, cols]) (see :mod:`edgees.blocks`)."""
     rows, cols = delta.shape
     span = blocks.plane_span(name, [(raw, delta)], rho)
+    cut = raw.reshape(rows, -1)
+    assert span == blocks.plane_span(name, [(cut[:2], delta[:2]), (cut[2:], delta[2:])], rho), (
+        "piece by piece, the same"
+    )
     key = noise.make_key(seed, noise.POOL_GENERATION, 1)
     plane = blocks.plane_encode(name, raw, delta, order, key, 99, bits, span, rho)
     out = blocks.effective(name, raw, rows, cols, plane, bits, span, rho)
@@ -170,3 +174,18 @@ def test_refusals() -> None:
         blocks.decode("Q4_0", np.zeros(35, np.uint8), 2, 32)
     assert native.lib().edgees_row_bytes(2, 33) == -1
     assert native.lib().edgees_row_bytes(10, 256) == -2
+
+
+def test_encoders_refuse_what_native_code_would_misread() -> None:
+    raw, delta = random_raw("Q4_1", 2, 64, 1), np.zeros((2, 64), np.float32)
+    order = np.arange(2, dtype=np.int32)
+    with pytest.raises(UsageError, match=r"an order of \(1,\) for 2 rows"):
+        blocks.plane_encode("Q4_1", raw, delta, order[:1], 1, 1, 4, 0, 0.1)
+    with pytest.raises(UsageError, match="where uint8"):
+        blocks.plane_encode("Q4_1", raw, delta, order, 1, 1, 4, 0, 0.1, out=np.empty((2, 16), np.uint8))
+    with pytest.raises(UsageError, match="where uint8"):
+        blocks.effective("Q4_1", raw, 2, 64, np.empty((1, 32), np.uint8), 4, 0, 0.1)
+    with pytest.raises(UsageError, match="no residual plane of 3 bits"):
+        blocks.plane_row_bytes(3, 64)
+    wide = blocks.plane_encode("Q4_1", raw, delta.astype(np.float64), order.astype(np.int64), 1, 1, 4, 0, 0.1)
+    assert np.array_equal(wide, blocks.plane_encode("Q4_1", raw, delta, order, 1, 1, 4, 0, 0.1))

@@ -27,7 +27,7 @@ from edgees.config import Config, load
 from edgees.delta import Delta, Step
 from edgees.errors import EngineError, Interrupted, ModelError, RunError, ScorerError, UsageError, WillNotFit
 from edgees.history import History
-from edgees.report import Silent
+from edgees.report import Observer
 from edgees.tasks.rows import Row, Task
 
 NAN = float("nan")
@@ -53,7 +53,7 @@ def config(run: Path, **more: Any) -> Config:
     return load(None, settings | more)
 
 
-class Watcher(Silent):
+class Watcher(Observer):
     """Remembers what it is told; ``stop_after``: asks for a stop (as Ctrl-C does) when that generation is through."""
 
     def __init__(self, stop_after: int = -1) -> None:

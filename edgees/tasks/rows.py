@@ -14,9 +14,9 @@ RewardFunction = Callable[..., Any]
 """TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 
-SEARCH: Mapping[str, Any] = {"loglik": 1.0, "loglik_end": 1.0, "pairs": 32, "rows": 4, "generations": 10}
+SEARCH: Mapping[str, Any] = {"loglik": 1.0, "loglik_end": 1.0, "pairs": 32}
 """Settings that the built-in tasks share. Many pairs on few rows: a row costs as much as a pair, and with a likelihood
-four rows already tell more than half of a pair's signal from noise (docs/log.md).
+a few rows already tell more than half of a pair's signal from noise (docs/log.md).
 """
 
 

@@ -45,7 +45,7 @@ def load() -> Task:
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
         # Likelihood at first, which also says how an answer looks; then more and more the credit alone.
-        defaults={**SEARCH, "loglik_hold": 0.6, "rows": 8, "generations": 8, "eval_every": 4},
+        defaults={**SEARCH, "rows": 8, "generations": 8, "eval_every": 4, "loglik_hold": 0.6},
     )
 
 
