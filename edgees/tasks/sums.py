@@ -44,8 +44,8 @@ def load() -> Task:
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        # Likelihood at first, which also says how an answer looks; then more and more the credit alone.
-        defaults={**SEARCH, "rows": 8, "generations": 8, "eval_every": 4, "loglik_hold": 0.6},
+        # Likelihood to the end: as soon as the credit of 8 greedy answers had a share in it, shrink fell to 0.
+        defaults={**SEARCH, "rows": 8, "generations": 10, "eval_every": 5, "loglik_hold": 1.0},
     )
 
 
