@@ -1,6 +1,5 @@
 #include "blocks.h"
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 

@@ -105,7 +105,7 @@ class Effective:
             if base.tensors[info.source].shape != (info.rows, info.cols):
                 raise RunError(f"{delta.path}: {info.name} is {info.rows}x{info.cols}, the base's differs")
         self._spans: dict[str, int] = {}
-        self._dither = noise.make_key(delta.spec.seed, noise.POOL_GENERATION, 1)
+        self._dither = noise.dither_key(delta.spec.seed)
 
     def base_rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         """float32 [n, cols]: the base alone, file order. ExportError naming a tensor whose type cannot be decoded."""
@@ -163,7 +163,7 @@ class Effective:
         return blocks.lattice_encode(t.type_name, self.base.raw(name, row0, n), delta, order, self._dither, info.id)
 
     def _refined(self, t: GgufTensor, info: TensorInfo, row0: int, n: int) -> np.ndarray:
-        raw, span = np.ascontiguousarray(self.base.raw(t.name, row0, n)), self._span(t, info)
+        raw, span = self.base.raw(t.name, row0, n), self._span(t, info)
         bits, order = self.delta.spec.bits or 8, _order(info, row0, n)
         delta = self.delta_rows(t.name, row0, n)
         plane = blocks.plane_encode(t.type_name, raw, delta, order, self._dither, info.id, bits, span, info.rho)

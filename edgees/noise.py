@@ -95,10 +95,15 @@ def pool_packed(seed: int, tensor: int, cols: int, factors: int) -> np.ndarray:
     return out
 
 
+def dither_key(seed: int) -> int:
+    """Key of a run's dither."""
+    return make_key(seed, POOL_GENERATION, 1)
+
+
 def dither(seed: int, tensor: int, rows: int, cols: int, row0: int = 0) -> np.ndarray:
     """float32 [rows, cols], uniform in (0, 1): what rounding adds before it takes the floor, fixed for a run."""
     out = np.empty((rows, cols), np.float32)
-    code = native.lib().edgees_dither(make_key(seed, POOL_GENERATION, 1), tensor, row0, rows, cols, native.pointer(out))
+    code = native.lib().edgees_dither(dither_key(seed), tensor, row0, rows, cols, native.pointer(out))
     native.check(code, f"dither of {rows} x {cols}")
     return out
 

@@ -156,7 +156,11 @@ def speed(path: Path, rounds: int, kinds: list[str]) -> list[dict[str, object]]:
     return figures
 
 
-def plain(path: str, task: str, rows: int, members: int) -> None:
+TASK = "home"
+"""What memory is measured on, with the task's own settings."""
+
+
+def plain(path: str) -> None:
     """Child process: plain llama.cpp does what one generation of tune asks for (an evaluation, then likelihoods)."""
     import resource
 
@@ -165,27 +169,25 @@ def plain(path: str, task: str, rows: int, members: int) -> None:
     from edgees.config import Config
     from edgees.tasks import load_task
 
-    loaded = load_task(task)
-    config = Config().with_defaults(loaded.defaults, task)
+    loaded = load_task(TASK)
+    config = Config().with_defaults(loaded.defaults, TASK)
     engine = LlamaCppEngine(path, plain=True)
     settings = rollout.Settings(config.max_tokens or loaded.max_tokens, loaded.conversation)
     rollout.play(engine, [CENTRE], loaded.heldout[:8], settings)
-    rollout.likelihood(engine, [CENTRE] * members, loaded.train[:rows], settings)
+    rollout.likelihood(engine, [CENTRE] * (2 * config.pairs), loaded.train[: config.rows], settings)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def memory(path: Path, task: str, rows: int, pairs: int) -> list[dict[str, object]]:
+def memory(path: Path) -> list[dict[str, object]]:
     figures = []
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench; "
-    call = f"bench.plain({str(path)!r}, {task!r}, {rows}, {2 * pairs})"
-    rival = int(subprocess.run([sys.executable, "-c", code + call], check=True, capture_output=True, text=True).stdout)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench; bench.plain({str(path)!r})"
+    rival = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     weights = os.path.getsize(path)
     for scope, bits in (("adapter", 0), ("full", 4)):
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "1",
-                "--pairs", str(pairs), "--rows", str(rows), "--eval-every", "0", "--eval-rows", "8", "--scope", scope,
-                "--run", f"{folder}/run", "--json",
+                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", TASK, "--generations", "1",
+                "--eval-every", "0", "--eval-rows", "8", "--scope", scope, "--run", f"{folder}/run", "--json",
             ]  # fmt: skip
             command += ["--bits", str(bits)] if bits else []
             done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -216,7 +218,7 @@ def main() -> None:
     if arguments.what == "speed":
         figures = speed(path, arguments.rounds, arguments.kinds.split(","))
     else:
-        figures = memory(path, "home", 4, 32)
+        figures = memory(path)
     if arguments.json:
         print(json.dumps({"machine": machine(), "figures": figures}))
 

@@ -5,7 +5,7 @@
 A random displacement of all linears (sum of 16 rank-1 terms, RMS x times each tensor's) is put into every view and
 scored on held-out rows of the task `home`, with training rows as examples in the prompt (without any, the base earns
 nothing): likelihood of the reference call, and greedy reward. "exact" is the same float32 displacement written into an
-F32 file and run by plain llama.cpp. Paired by row against exact, over seeds.
+F32 file and run by plain llama.cpp. Compared with exact seed by seed, over the mean of the rows.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ VIEWS = {
 SIZES = (0.003, 0.01, 0.03, 0.1)
 TERMS = 16
 EXAMPLES = (0, 3, 4)
+"""Training rows shown in the prompt: three devices."""
 
 
 def exact_file(base: Path, delta: Delta, out: Path) -> None:
@@ -59,7 +60,7 @@ def exact_file(base: Path, delta: Delta, out: Path) -> None:
 
 
 class Study:
-    def __init__(self, path: Path, rows: int) -> None:
+    def __init__(self, rows: int) -> None:
         self.task = load_task("home")
         self.rows = list(self.task.heldout[:rows])
         shown = [
@@ -72,7 +73,6 @@ class Study:
             lambda row: self.task.conversation(replace(row, messages=(*shown, *row.messages))),
         )
         self.scorer = rewards.load(self.task.reward)
-        self.path = path
 
     def score(self, engine: LlamaCppEngine) -> dict[str, list[float]]:
         """Per row: mean log-likelihood of the reference call, greedy reward."""
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/results/views.json")
     arguments = parser.parse_args()
     path = Path(resolve(arguments.model))
-    study = Study(path, arguments.rows)
+    study = Study(arguments.rows)
     found: dict[str, dict[str, list[list[float]]]] = {}
     with LlamaCppEngine(path, params=r"proj") as engine, tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "delta.safetensors"

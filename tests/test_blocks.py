@@ -93,7 +93,7 @@ def encode(name: str, raw: np.ndarray, delta: np.ndarray, order: np.ndarray, bit
     assert span == blocks.plane_span(name, [(cut[:2], delta[:2]), (cut[2:], delta[2:])], rho), (
         "piece by piece, the same"
     )
-    key = noise.make_key(seed, noise.POOL_GENERATION, 1)
+    key = noise.dither_key(seed)
     plane = blocks.plane_encode(name, raw, delta, order, key, 99, bits, span, rho)
     out = blocks.effective(name, raw, rows, cols, plane, bits, span, rho)
     return plane, span, out
@@ -124,7 +124,7 @@ def test_lattice_moves_codes_by_whole_cells(name: str, isa: str) -> None:
     cell = np.repeat(blocks.cells_numpy(name, raw, rows, cols), blocks.cell_group(name), axis=1)
     delta = (rng.normal(size=(rows, cols)) * 2 * cell).astype(np.float32)
     order = heads_order(rows)
-    key = noise.make_key(5, noise.POOL_GENERATION, 1)
+    key = noise.dither_key(5)
     out = blocks.lattice_encode(name, raw, delta, order, key, 99)
     t = blocks.TYPES[name]
     assert t.parts is not None
@@ -176,8 +176,22 @@ def test_refusals() -> None:
     assert native.lib().edgees_row_bytes(10, 256) == -2
 
 
+def test_span_is_the_whole_tensors_however_it_is_cut() -> None:
+    """20 of 40 x 512 deltas may lie beyond it: 15 in one piece do not lengthen it, 12 in each of two pieces do."""
+    raw = random_raw("F32", 40, 512, 1).reshape(40, -1)
+    few, many = np.zeros((40, 512), np.float32), np.zeros((40, 512), np.float32)
+    few[0, :15] = many[0, :12] = many[39, :12] = 0.3
+    for delta, longer in ((few, False), (many, True)):
+        whole = blocks.plane_span("F32", [(raw, delta)], rho=0.4)
+        for cut in (20, 39):
+            pieces = [(raw[:cut], delta[:cut]), (raw[cut:], delta[cut:])]
+            assert whole == blocks.plane_span("F32", pieces, rho=0.4)
+        assert (whole > 0) == longer
+
+
 def test_encoders_refuse_what_native_code_would_misread() -> None:
-    raw, delta = random_raw("Q4_1", 2, 64, 1), np.zeros((2, 64), np.float32)
+    raw = random_raw("Q4_1", 2, 64, 1)
+    delta = np.random.default_rng(2).normal(size=(2, 64)).astype(np.float32) * np.float32(0.03)
     order = np.arange(2, dtype=np.int32)
     with pytest.raises(UsageError, match=r"an order of \(1,\) for 2 rows"):
         blocks.plane_encode("Q4_1", raw, delta, order[:1], 1, 1, 4, 0, 0.1)

@@ -287,10 +287,15 @@ def test_home_holds_out_two_rooms_of_every_state_and_every_device_alike(the_home
     for state in range(states):
         assert sum(home.is_heldout(state, room) for room in range(len(home.ROOMS))) == 2
     for rows in (the_home.train, the_home.heldout):
-        with pytest.raises(ValueError, match="there are"):
-            home.generate(2000, "train" if rows is the_home.train else "heldout")
         counts = Counter(json.loads(row.answer or "")["device"] for row in rows)
         assert set(counts) == set(home.STATES) and max(counts.values()) - min(counts.values()) <= 1
+
+
+@pytest.mark.parametrize(("split", "most"), [("train", 1680), ("heldout", 240)])
+def test_home_makes_as_many_rows_as_there_are_and_no_more(split: str, most: int) -> None:
+    assert len(home.STATES) * home.MOST[split] == most == len({row.prompt for row in home.generate(most, split)})
+    with pytest.raises(ValueError, match=f"{most + 1} rows of {split}: there are {most}"):
+        home.generate(most + 1, split)
 
 
 def test_home_has_words_for_every_state() -> None:

@@ -519,7 +519,7 @@ class LlamaCppEngine:
         tuned = {t.source for t in spec.tensors}
         others = [replace(t, amplitude=0.0) for t in self._claimed if t.source not in tuned]
         self._session = self._open_session([*self._spec_tensors, *others], spec.kind, spec.rank)
-        self._dither = noise.make_key(spec.seed, noise.POOL_GENERATION, 1)
+        self._dither = noise.dither_key(spec.seed)
         for t in self._spec_tensors:
             if not t.vector and spec.view == "adapter":
                 self._learned[f"{t.source}/pool"] = noise.pool_packed(spec.seed, t.id, t.cols, spec.factors)

@@ -14,9 +14,12 @@ RewardFunction = Callable[..., Any]
 """TRL's signature: ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 
-SEARCH: Mapping[str, Any] = {"loglik": 1.0, "loglik_end": 1.0, "pairs": 32}
-"""Settings that the built-in tasks share. Many pairs on few rows: a row costs as much as a pair, and with a likelihood
-a few rows already tell more than half of a pair's signal from noise (docs/log.md).
+SEARCH: Mapping[str, Any] = {
+    "pairs": 32, "generations": 10, "eval_every": 5, "loglik": 1.0, "loglik_hold": 1.0, "loglik_end": 1.0,
+}  # fmt: skip
+"""Settings that the built-in tasks share (docs/log.md). Likelihood of the reference answer to the end: with few rows it
+carries the signal of several times as many greedy answers, and is cheaper to compute. Many pairs on few rows: a row
+costs as much as a pair, and with a likelihood a few rows tell more than half of a pair's signal from noise.
 """
 
 

@@ -44,8 +44,7 @@ def load() -> Task:
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        # Likelihood to the end: cheaper than greedy answers, and better in the end (docs/log.md).
-        defaults={**SEARCH, "rows": 8, "generations": 10, "eval_every": 5, "loglik_hold": 1.0},
+        defaults={**SEARCH, "rows": 8},
     )
 
 
