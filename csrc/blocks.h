@@ -47,6 +47,23 @@ EDGEES_INLINE float half_to_float(uint16_t h) {
   return float_of(bits | sign);
 }
 
+// binary32 -> binary16, rounded to nearest even.
+EDGEES_INLINE uint16_t half_of(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  bits &= 0x7FFFFFFFu;
+  if (bits > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | (bits >> 13 & 0x1FFu));
+  if (bits >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);
+  if (bits < 0x38800000u) {  // subnormal: the rounding of an addition does it
+    const float sum = float_of(bits) + 0.5f;
+    memcpy(&bits, &sum, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3F000000u));
+  }
+  const uint32_t odd = bits >> 13 & 1;
+  return static_cast<uint16_t>(sign | ((bits - (112u << 23) + 0xFFFu + odd) >> 13));
+}
+
 struct PlainHalf {
   EDGEES_METHOD float operator()(uint16_t h) const { return half_to_float(h); }
 };

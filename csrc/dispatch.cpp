@@ -1,6 +1,6 @@
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 
 #include "api.h"
 #include "kernels.h"
@@ -24,6 +24,7 @@ int arms(Arm* out) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+  out[n++] = {&kernels_avx512vnni, avx512 && __builtin_cpu_supports("avx512vnni")};
   out[n++] = {&kernels_avx512, avx512};
   out[n++] = {&kernels_avx2, avx2};
 #elif defined(__aarch64__)
@@ -33,11 +34,10 @@ int arms(Arm* out) {
   return n;
 }
 
-const Kernels* active = nullptr;
-std::once_flag once;
+std::atomic<const Kernels*> active{nullptr};
 
 const Kernels* find(const char* name) {
-  Arm a[4];
+  Arm a[5];
   const int n = arms(a);
   for (int i = 0; i < n; ++i) {
     if (a[i].usable && (!name || !*name || strcmp(name, a[i].table->name) == 0)) {
@@ -50,11 +50,12 @@ const Kernels* find(const char* name) {
 }  // namespace
 
 const Kernels& kernels() {
-  std::call_once(once, [] {
-    if (!active) active = find(std::getenv("EDGEES_ISA"));
-    if (!active) active = find(nullptr);  // the loader in Python refuses an unknown EDGEES_ISA
-  });
-  return *active;
+  const Kernels* now = active.load(std::memory_order_acquire);
+  if (now) return *now;
+  const Kernels* found = find(std::getenv("EDGEES_ISA"));
+  if (!found) found = find(nullptr);  // the loader in Python refuses an unknown EDGEES_ISA
+  active.store(found, std::memory_order_release);
+  return *found;
 }
 
 }  // namespace edgees
@@ -65,7 +66,7 @@ const char* edgees_isa(void) { return edgees::kernels().name; }
 const char* edgees_isas(void) {
   static char text[64];
   text[0] = 0;
-  edgees::Arm a[4];
+  edgees::Arm a[5];
   const int n = edgees::arms(a);
   for (int i = 0; i < n; ++i) {
     if (!a[i].usable) continue;

@@ -5,9 +5,29 @@
 
 namespace edgees {
 
+struct Codes16;  // integer.h
+
+constexpr int kAttendHeads = 16;  // at most, in one call
+constexpr uint16_t kMinusInfinity = 0xFC00;
+
+// One token's attention for the query heads that share a key-value head.
+struct Attend {
+  int heads;
+  int64_t cells, dk, dv;
+  const float* const* q;        // [heads] rows of dk
+  const uint16_t *k, *v;        // binary16, one row per cell
+  int64_t k_stride, v_stride;   // in halves
+  const uint16_t* mask;         // [cells] binary16, -inf: not seen; null: all seen
+  float scale, softcap;         // softcap 0: none
+  const float *slope, *sink;    // [heads] or null
+  float* scores;                // room for heads * room
+  int64_t room;                 // at least cells, rounded up to 16
+  float* const* out;            // [heads] rows of dv
+};
+
 struct Kernels {
   const char* name;
-  int lanes;  // float lanes over which a product's sum is spread: fixes its order
+  int lanes;  // of float vectors: the order of a float product's sum, and columns of a panel
 
   // exact. Philox4x32-7 blocks first..first+n-1 of counter (block, row, tensor, stream): 4 words
   // each.
@@ -35,11 +55,35 @@ struct Kernels {
   void (*tile)(const float* w, int64_t ldw, int rows, int64_t n, const float* const* x, int cols,
                float* const* y);
 
-  // One column: y[r] = what `decode`, `add_plane` and `tile` together would give, without writing
-  // the weights down. Rows lie `stride` bytes apart, those of the plane `plane_stride`; a plane's
-  // steps are cells * part. False: this type and width are not served here.
-  bool (*dots)(int type, const uint8_t* rows, int64_t stride, int bits, const uint8_t* plane,
-               int64_t plane_stride, float part, int count, int64_t n, const float* x, float* y);
+  // exact. Activations as integers: x ~ scale * q for every kGroup of them, sum = scale * sum of q.
+  // n is a multiple of kGroup.
+  void (*quantize)(const float* x, int64_t n, int16_t* q, float* scale, float* sum);
+  // `columns` (at most `lanes`) columns of q, ld apart, as one panel of lanes * n integers, in the
+  // arm's own order; columns that are not there are zeros.
+  void (*interleave)(const int16_t* q, int64_t ld, int columns, int64_t n, int16_t* panel);
+  // exact. One row of a block type with its residual plane (bits 0: none) as integers; scale and
+  // offset of group g go to [g * stride]. False: the type is no block type.
+  bool (*codes)(int type, const void* row, int64_t n, int bits, int span, const uint8_t* plane,
+                int16_t* q, float* scale, float* offset, int64_t stride);
+  // exact. The +-1 of packed signs as integers, n a multiple of 32.
+  void (*signs)(const uint32_t* words, int64_t n, int16_t* q);
+  // exact. out[row * lanes + column] += rows times a panel; scale and sum are [group][lanes]. A dot may
+  // be made in several calls, from its first group to its last.
+  void (*panel)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
+                const float* sum, float* out);
+  // exact, and the same numbers: y[row] += rows times one column as `quantize` leaves it.
+  void (*column)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
+                 const float* sum, float* y);
+
+  // exact. Rounded to nearest even.
+  void (*to_half)(const float* x, int64_t n, uint16_t* y);
+  // bounded. y = x / sqrt(mean(x^2) + eps)
+  void (*rms_norm)(const float* x, int64_t n, float eps, float* y);
+  // bounded. y = x / (1 + e^-x) * g
+  void (*swiglu)(const float* x, const float* g, int64_t n, float* y);
+  // bounded. out = softmax(scale q.k, capped, masked) v; cells at the end that nobody sees, and who
+  // else is in the call, change nothing.
+  void (*attend)(const Attend& a);
 
   // exact. delta[j] = keep*delta[j] + acc[j].
   void (*decay_add)(float* delta, const float* acc, int64_t n, float keep);
@@ -49,6 +93,7 @@ extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512vnni;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif

@@ -4,14 +4,17 @@
 //
 // The first two terms are the same for all members. Lowrank noise needs only sign dots of the
 // columns (c a_k (b_k . x)), in the adapter view those that B^T x holds anyway; the dense kinds
-// make the rows of eps anew for each member. Every output is one sum in one fixed order, whatever
-// else is in the batch and however many threads work.
+// make the rows of eps anew for each member. Block types are multiplied as 16-bit integers
+// (cpu/scalar_integer.inl), float types and what does not fit as float32. Every output is one sum
+// in one fixed order, whatever else is in the batch and however many threads work.
+#include "product.h"
+
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <cstring>
 
-#include "api.h"
 #include "blocks.h"
+#include "integer.h"
 #include "kernels.h"
 #include "noise.h"
 #include "parallel.h"
@@ -19,19 +22,9 @@
 namespace edgees {
 namespace {
 
-constexpr int64_t kFew = 4;            // columns up to which side work is not worth waking threads
-constexpr int64_t kCache = 192 << 10;  // bytes of decoded rows held while columns pass by
+constexpr int64_t kCache = 256 << 10;  // bytes of decoded rows held while columns pass by
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-template <class Body>
-void each(int64_t n, bool threads, Body body) {
-  if (threads) {
-    parallel_for(n, [&](int64_t i, int) { body(i); });
-  } else {
-    for (int64_t i = 0; i < n; ++i) body(i);
-  }
-}
 
 bool valid(const edgees_tensor& t, const edgees_noise_kind& noise) {
   if (t.rows <= 0 || t.cols <= 0 || !t.base || row_bytes(t.type, t.cols) < 0) return false;
@@ -41,7 +34,18 @@ bool valid(const edgees_tensor& t, const edgees_noise_kind& noise) {
   return noise.rank >= 1 && noise.rank <= kMaxRank;
 }
 
-// The columns of one member: positions first..first+count-1 of the sorted order.
+// Whether the weights fit the integer products.
+bool integral(const edgees_tensor& t) {
+  int most = 0;
+  with_format(t.type, [&](auto* format) {
+    using Block = std::remove_pointer_t<decltype(format)>;
+    most = std::max(-Block::lo, Block::hi);
+  });
+  if (!most) return false;
+  return !t.bits || (most << t.bits) + (1 << (t.span + t.bits - 1)) < kCodeLimit;
+}
+
+// The columns of one member: order[first..first+count-1].
 struct Owner {
   const edgees_member* member;
   float c;  // amplitude * rho
@@ -75,76 +79,23 @@ void left_words(const edgees_tensor& t, uint64_t key, int k, uint32_t* words) {
   }
 }
 
-struct Work {
-  std::vector<int32_t> start, order;  // counting sort of the columns by member
-  std::vector<Owner> owners;
-  std::vector<const float*> xs;  // columns by owner
-  std::vector<float*> ys;
-  std::vector<uint32_t> left;  // [owner][rank][words]
-  std::vector<float> dots;     // [column][rank] (lowrank) or [column][factors] (adapter)
-  std::vector<const float*> dot_rows;
-};
-
 struct Buffers {
-  std::vector<float> w, scratch, noise, part, a;
+  std::vector<float> w, scratch, noise, part, a, scale, offset;
+  std::vector<int16_t> codes, panel;
+  std::vector<float> panel_scale, panel_sum;
   std::vector<uint32_t> words;
   std::vector<float*> at, parts;
+  std::vector<const float*> xs;
 };
 thread_local Buffers buffers;
 
-float* room(std::vector<float>& v, int64_t n) {
+template <class T>
+T* room(std::vector<T>& v, int64_t n) {
   if (static_cast<int64_t>(v.size()) < n) v.resize(static_cast<size_t>(n));
   return v.data();
 }
 
-// dots[c][k] = b_k . x_c of each column's own member.
-void lowrank_dots(const edgees_tensor& t, int rank, Work& work, bool threads) {
-  each(static_cast<int64_t>(work.owners.size()), threads, [&](int64_t i) {
-    const Owner& o = work.owners[static_cast<size_t>(i)];
-    if (o.c == 0.0f) return;
-    Buffers& b = buffers;
-    b.words.resize(static_cast<size_t>(sign_word_count(t.cols)));
-    for (int k = 0; k < rank; ++k) {
-      sign_words(o.member->key, 0, t.id, kStreamRight + static_cast<uint32_t>(k), t.cols,
-                 b.words.data());
-      for (int64_t c = o.first; c < o.first + o.count; ++c) {
-        work.dots[static_cast<size_t>(c * rank + k)] =
-            kernels().sign_dot(b.words.data(), work.xs[static_cast<size_t>(c)], t.cols);
-      }
-    }
-  });
-}
-
-// dots[c][k] = pool_k . x_c for all K factors.
-void pool_dots(const edgees_tensor& t, Work& work, int64_t n, bool threads) {
-  constexpr int64_t kColumns = 24, kFactors = 8;
-  const int64_t words = sign_word_count(t.cols);
-  each((n + kColumns - 1) / kColumns, threads, [&](int64_t i) {
-    const int64_t first = i * kColumns, count = std::min(kColumns, n - first);
-    if (count < 4) {
-      for (int64_t c = first; c < first + count; ++c)
-        for (int k = 0; k < t.factors; ++k)
-          work.dots[static_cast<size_t>(c * t.factors + k)] =
-              kernels().sign_dot(t.pool + k * words, work.xs[static_cast<size_t>(c)], t.cols);
-      return;
-    }
-    // The same sums in the same order, as a product with rows of +-1.
-    float* rows = room(buffers.noise, kFactors * t.cols);
-    float* out[kColumns];
-    for (int k = 0; k < t.factors; k += static_cast<int>(kFactors)) {
-      const int m = static_cast<int>(std::min<int64_t>(kFactors, t.factors - k));
-      std::fill(rows, rows + m * t.cols, 0.0f);
-      for (int j = 0; j < m; ++j)
-        kernels().add_signs(rows + j * t.cols, t.cols, t.pool + (k + j) * words, 1.0f);
-      for (int64_t c = 0; c < count; ++c)
-        out[c] = &work.dots[static_cast<size_t>((first + c) * t.factors + k)];
-      kernels().tile(rows, t.cols, m, t.cols, &work.xs[static_cast<size_t>(first)],
-                     static_cast<int>(count), out);
-    }
-  });
-}
-
-// Rows row..row+n-1 of A in file order.
+// Rows of A in file order.
 const float* factor_rows(const edgees_tensor& t, int64_t row, int64_t n) {
   if (!t.heads) return t.a + row * t.factors;
   float* out = room(buffers.a, n * t.factors);
@@ -155,12 +106,7 @@ const float* factor_rows(const edgees_tensor& t, int64_t row, int64_t n) {
   return out;
 }
 
-// y[c][row..] += part[c][0..n-1] for columns first..first+count-1.
-void add_parts(const float* part, int64_t ld, int64_t n, float* const* y, int64_t count) {
-  for (int64_t c = 0; c < count; ++c)
-    for (int64_t r = 0; r < n; ++r) y[c][r] += part[c * ld + r];
-}
-
+// y[c][0..rows-1] += rows of w . x[c].
 void add_tile(const float* w, int64_t ldw, int64_t rows, int64_t n, const float* const* x,
               int64_t count, float* const* y) {
   Buffers& b = buffers;
@@ -168,100 +114,392 @@ void add_tile(const float* w, int64_t ldw, int64_t rows, int64_t n, const float*
   b.parts.resize(static_cast<size_t>(count));
   for (int64_t c = 0; c < count; ++c) b.parts[static_cast<size_t>(c)] = part + c * rows;
   kernels().tile(w, ldw, static_cast<int>(rows), n, x, static_cast<int>(count), b.parts.data());
-  add_parts(part, rows, rows, y, count);
-}
-
-// One block of rows for all columns.
-void row_block(const edgees_tensor& t, const edgees_noise_kind& noise, const Work& work,
-               int64_t row, int64_t n, int64_t columns) {
-  Buffers& b = buffers;
-  float* scratch = room(b.scratch, t.cols / 16 + 1);
-  float* w = room(b.w, n * t.cols);
-  b.at.resize(static_cast<size_t>(columns));
-  for (int64_t c = 0; c < columns; ++c) {
-    b.at[static_cast<size_t>(c)] = work.ys[static_cast<size_t>(c)] + row;
-  }
-  const int64_t stride = plane_bytes(t.bits, t.cols);
-  if (columns != 1 ||
-      !kernels().dots(t.type, static_cast<const uint8_t*>(t.base) + row * t.row_stride,
-                      t.row_stride, t.bits, t.plane + row * stride, stride,
-                      std::ldexp(1.0f, t.span - t.bits), static_cast<int>(n), t.cols, work.xs[0],
-                      b.at[0])) {
-    decode_rows(t, row, n, scratch, w);
-    kernels().tile(w, t.cols, static_cast<int>(n), t.cols, work.xs.data(),
-                   static_cast<int>(columns), b.at.data());
-  }
-  if (t.factors) {
-    add_tile(factor_rows(t, row, n), t.factors, n, t.factors, work.dot_rows.data(), columns,
-             b.at.data());
-  }
-  if (noise.kind == EDGEES_NOISE_LOWRANK) return;
-  for (const Owner& o : work.owners) {
-    if (o.c == 0.0f) continue;
-    float* e = room(b.noise, n * t.cols);
-    std::fill(e, e + n * t.cols, 0.0f);
-    for (int64_t r = 0; r < n; ++r) {
-      add_eps_row(noise.kind, noise.rank, false, o.member->key, t.id,
-                  canonical_row(row + r, t.rows, t.heads), t.cols, o.c, e + r * t.cols);
-    }
-    add_tile(e, t.cols, n, t.cols, &work.xs[static_cast<size_t>(o.first)], o.count,
-             &b.at[static_cast<size_t>(o.first)]);
-  }
-}
-
-// y_c += sum_k a_k * (c * dot_k): the member's own rank-1 terms, k in order.
-void add_lowrank(const edgees_tensor& t, const edgees_noise_kind& noise, Work& work, bool threads) {
-  const int rank = noise.rank;
-  const int64_t words = sign_word_count(t.rows);
-  const float scale = noise_scale(noise.kind, rank, false);
-  work.left.resize(work.owners.size() * static_cast<size_t>(rank * words));
-  each(static_cast<int64_t>(work.owners.size()), threads, [&](int64_t i) {
-    const Owner& o = work.owners[static_cast<size_t>(i)];
-    if (o.c == 0.0f) return;
-    const float cs = o.c * scale;
-    uint32_t* left = &work.left[static_cast<size_t>(i * rank * words)];
-    for (int k = 0; k < rank; ++k) left_words(t, o.member->key, k, left + k * words);
-    for (int64_t c = o.first; c < o.first + o.count; ++c)
-      for (int k = 0; k < rank; ++k) {
-        const int64_t at =
-            t.factors
-                ? c * t.factors +
-                      static_cast<int64_t>((static_cast<uint64_t>(o.member->slot) * rank + k) %
-                                           static_cast<uint64_t>(t.factors))
-                : c * rank + k;
-        kernels().add_signs(work.ys[static_cast<size_t>(c)], t.rows, left + k * words,
-                            cs * work.dots[static_cast<size_t>(at)]);
-      }
-  });
-}
-
-// Sorts the columns by member: an owner's columns then lie side by side.
-int group_columns(const edgees_tensor& t, const edgees_member* members, const int32_t* member,
-                  int64_t n, const float* const* x, float* const* y, Work& work) {
-  int32_t top = 0;
-  for (int64_t c = 0; c < n; ++c) {
-    if (member[c] < 0) return EDGEES_E_COLUMNS;
-    top = std::max(top, member[c] + 1);
-  }
-  work.start.assign(static_cast<size_t>(top) + 1, 0);
-  for (int64_t c = 0; c < n; ++c) ++work.start[static_cast<size_t>(member[c]) + 1];
-  for (int32_t m = 0; m < top; ++m) work.start[static_cast<size_t>(m) + 1] += work.start[m];
-  work.owners.clear();
-  for (int32_t m = 0; m < top; ++m) {
-    const int64_t first = work.start[m], count = work.start[m + 1] - first;
-    if (count) work.owners.push_back({members + m, members[m].amplitude * t.rho, first, count});
-  }
-  work.xs.resize(static_cast<size_t>(n));
-  work.ys.resize(static_cast<size_t>(n));
-  for (int64_t c = 0; c < n; ++c) {
-    const size_t at = static_cast<size_t>(work.start[member[c]]++);
-    work.xs[at] = x[c];
-    work.ys[at] = y[c];
-  }
-  return 0;
+  for (int64_t c = 0; c < count; ++c)
+    for (int64_t r = 0; r < rows; ++r) y[c][r] += part[c * rows + r];
 }
 
 }  // namespace
+
+void Columns::set(const float* const* from, int64_t count, int64_t width) {
+  n = count;
+  cols = width;
+  x.assign(from, from + count);
+  integers_ = false;
+}
+
+// One call of `product`.
+class Product {
+ public:
+  Product(const edgees_tensor& t, const edgees_noise_kind& noise, Columns& columns,
+          float* const* y)
+      : t_(t),
+        noise_(noise),
+        in_(columns),
+        y_(y),
+        n_(columns.n),
+        lanes_(kernels().lanes),
+        groups_(t.cols / kGroup),
+        integers_(integral(t)),
+        few_(columns.n <= std::max<int64_t>(1, lanes_ / 4)) {}
+
+  int run(const edgees_member* members, const int32_t* owner) {
+    if (const int code = group(members, owner)) return code;
+    const bool lowrank = noise_.kind == EDGEES_NOISE_LOWRANK;
+    perturbed_ = std::any_of(w_.owners.begin(), w_.owners.end(),
+                             [](const Owner& o) { return o.c != 0.0f; });
+    const bool dense_integers = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN;
+    const bool own = (integers_ || (dense_integers && t_.cols % kGroup == 0) ||
+                      (t_.factors && t_.cols % kGroup == 0)) &&
+                     !in_.integers_;
+    sign_integers_ = t_.cols % kGroup == 0;
+    if (own) {
+      const int64_t tasks = few_ ? 1 : panels();
+      room_for_integers();
+      each(tasks, !few_, [&](int64_t i) { to_integers(i); });
+      in_.integers_ = true;
+    }
+    if (t_.factors) {
+      dots_.resize(static_cast<size_t>(n_ * t_.factors));
+      each((n_ + kChunk - 1) / kChunk, !few_, [&](int64_t i) { pool_dots(i * kChunk); });
+    }
+    if (lowrank && perturbed_) {
+      const int rank = noise_.rank;
+      left_.resize(w_.owners.size() * static_cast<size_t>(rank * sign_word_count(t_.rows)));
+      if (!t_.factors) dots_.resize(static_cast<size_t>(n_ * rank));
+      each(static_cast<int64_t>(w_.owners.size()), !few_, [&](int64_t i) { signs_of(i); });
+    }
+    const int64_t fits = std::max<int64_t>(32, kCache / (t_.cols * (integers_ ? 2 : 4)) / 32 * 32);
+    const int64_t parts = 4 * edgees::threads();
+    const int64_t share = round_up((t_.rows + parts - 1) / parts, 32);
+    const int64_t block = few_ ? 32 : std::min<int64_t>({fits, share, 96});
+    const int64_t per_task = few_ ? share : block;
+    parallel_for((t_.rows + per_task - 1) / per_task, [&](int64_t i, int) {
+      const int64_t end = std::min(t_.rows, (i + 1) * per_task);
+      for (int64_t r = i * per_task; r < end; r += block) rows(r, std::min(block, end - r));
+    });
+    return 0;
+  }
+
+ private:
+  static constexpr int64_t kChunk = 32;  // columns of a task
+  static constexpr int kStride = 16;     // rows whose scales lie side by side
+  static constexpr int kPanelRows = 12;  // rows that the panel kernels take at once, or thirds of it
+
+  template <class Body>
+  static void each(int64_t n, bool threads, Body body) {
+    if (threads) {
+      parallel_for(n, [&](int64_t i, int) { body(i); });
+    } else {
+      for (int64_t i = 0; i < n; ++i) body(i);
+    }
+  }
+
+  int64_t panels() const { return (n_ + lanes_ - 1) / lanes_; }
+
+  // Sorts the columns by member.
+  int group(const edgees_member* members, const int32_t* owner) {
+    int32_t top = 0;
+    for (int64_t c = 0; c < n_; ++c) {
+      if (owner[c] < 0) return EDGEES_E_COLUMNS;
+      top = std::max(top, owner[c] + 1);
+    }
+    w_.start.assign(static_cast<size_t>(top) + 1, 0);
+    for (int64_t c = 0; c < n_; ++c) ++w_.start[static_cast<size_t>(owner[c]) + 1];
+    for (int32_t m = 0; m < top; ++m) w_.start[static_cast<size_t>(m) + 1] += w_.start[m];
+    w_.owners.clear();
+    for (int32_t m = 0; m < top; ++m) {
+      const int64_t first = w_.start[m], count = w_.start[m + 1] - first;
+      if (count) w_.owners.push_back({members + m, members[m].amplitude * t_.rho, first, count});
+    }
+    w_.order.resize(static_cast<size_t>(n_));
+    for (int64_t c = 0; c < n_; ++c) {
+      w_.order[static_cast<size_t>(w_.start[owner[c]]++)] = static_cast<int32_t>(c);
+    }
+    return 0;
+  }
+
+  void room_for_integers() {
+    room(in_.q_, n_ * t_.cols);
+    room(in_.scale_, n_ * groups_);
+    room(in_.sum_, n_ * groups_);
+    if (few_) return;
+    room(in_.panels_, panels() * lanes_ * t_.cols);
+    room(in_.panel_scale_, panels() * lanes_ * groups_);
+    room(in_.panel_sum_, panels() * lanes_ * groups_);
+  }
+
+  // All columns (few), or those of panel i.
+  void to_integers(int64_t i) {
+    const int64_t first = few_ ? 0 : i * lanes_, count = few_ ? n_ : std::min(lanes_, n_ - first);
+    for (int64_t c = first; c < first + count; ++c) {
+      kernels().quantize(in_.x[static_cast<size_t>(c)], t_.cols, &in_.q_[c * t_.cols],
+                         &in_.scale_[c * groups_], &in_.sum_[c * groups_]);
+    }
+    if (few_) return;
+    kernels().interleave(&in_.q_[first * t_.cols], t_.cols, static_cast<int>(count), t_.cols,
+                         &in_.panels_[first * t_.cols]);
+    float* scale = &in_.panel_scale_[first * groups_];
+    float* sum = &in_.panel_sum_[first * groups_];
+    for (int64_t g = 0; g < groups_; ++g)
+      for (int64_t c = 0; c < lanes_; ++c) {
+        const bool there = c < count;
+        scale[g * lanes_ + c] = there ? in_.scale_[(first + c) * groups_ + g] : 0.0f;
+        sum[g * lanes_ + c] = there ? in_.sum_[(first + c) * groups_ + g] : 0.0f;
+      }
+  }
+
+  // dots[c][k] = pool_k . x_c for all factors, columns first..
+  void pool_dots(int64_t first) {
+    const int64_t words = sign_word_count(t_.cols), end = std::min(n_, first + kChunk);
+    for (int64_t c = first; c < end; ++c)
+      for (int k = 0; k < t_.factors; ++k) {
+        dots_[static_cast<size_t>(c * t_.factors + k)] =
+            kernels().sign_dot(t_.pool + k * words, in_.x[static_cast<size_t>(c)], t_.cols);
+      }
+  }
+
+  // A member's left signs, and right_k . x of its columns.
+  void signs_of(int64_t i) {
+    const Owner& o = w_.owners[static_cast<size_t>(i)];
+    if (o.c == 0.0f) return;
+    const int rank = noise_.rank;
+    const int64_t words = sign_word_count(t_.rows);
+    uint32_t* left = &left_[static_cast<size_t>(i * rank * words)];
+    for (int k = 0; k < rank; ++k) left_words(t_, o.member->key, k, left + k * words);
+    if (t_.factors) return;
+    uint32_t* right = room(buffers.words, sign_word_count(t_.cols));
+    for (int k = 0; k < rank; ++k) {
+      sign_words(o.member->key, 0, t_.id, kStreamRight + static_cast<uint32_t>(k), t_.cols, right);
+      for (int64_t j = o.first; j < o.first + o.count; ++j) {
+        const int64_t c = w_.order[static_cast<size_t>(j)];
+        dots_[static_cast<size_t>(c * rank + k)] =
+            kernels().sign_dot(right, in_.x[static_cast<size_t>(c)], t_.cols);
+      }
+    }
+  }
+
+  // One block of rows for all columns; row is a multiple of 32.
+  void rows(int64_t row, int64_t n) {
+    Buffers& b = buffers;
+    b.at.resize(static_cast<size_t>(n_));
+    for (int64_t c = 0; c < n_; ++c) b.at[static_cast<size_t>(c)] = y_[c] + row;
+    if (integers_) {
+      integer_rows(row, n);
+    } else {
+      float* w = room(b.w, n * t_.cols);
+      decode_rows(t_, row, n, room(b.scratch, t_.cols / 16 + 1), w);
+      kernels().tile(w, t_.cols, static_cast<int>(n), t_.cols, in_.x.data(),
+                     static_cast<int>(n_), b.at.data());
+    }
+    if (t_.factors) {
+      b.xs.resize(static_cast<size_t>(n_));
+      for (int64_t c = 0; c < n_; ++c) b.xs[static_cast<size_t>(c)] = &dots_[c * t_.factors];
+      add_tile(factor_rows(t_, row, n), t_.factors, n, t_.factors, b.xs.data(), n_, b.at.data());
+    }
+    if (!perturbed_) return;
+    if (noise_.kind == EDGEES_NOISE_LOWRANK) {
+      add_lowrank(row, n);
+    } else {
+      for (const Owner& o : w_.owners)
+        if (o.c != 0.0f) add_dense_rows(o, row, n);
+    }
+  }
+
+  // A few rows and a piece of their length at a time, so that the integers stay in the nearest cache.
+  void integer_rows(int64_t row, int64_t n) {
+    Buffers& b = buffers;
+    const int64_t planes = plane_bytes(t_.bits, t_.cols), step = piece();
+    const int group = cell_group(t_.type), at_once = few_ ? kStride : kPanelRows;
+    int16_t* q = room(b.codes, kStride * step);
+    float* scale = room(b.scale, kStride * step / group);
+    float* offset = room(b.offset, kStride * step / group);
+    const Codes16 w{q, step, scale, has_offset() ? offset : nullptr, kStride, group};
+    float* out = room(b.part, kPanelRows * panels() * lanes_);
+    for (int64_t first = 0; first < n; first += at_once) {
+      const int64_t some = std::min<int64_t>(at_once, n - first);
+      if (few_) {
+        for (int64_t c = 0; c < n_; ++c) std::fill_n(b.at[c] + first, some, 0.0f);
+      } else {
+        std::fill_n(out, kPanelRows * panels() * lanes_, 0.0f);
+      }
+      for (int64_t k = 0; k < t_.cols; k += step) {
+        const int64_t width = std::min(step, t_.cols - k), g = k / kGroup;
+        for (int64_t r = 0; r < some; ++r) {
+          const int64_t at = row + first + r;
+          kernels().codes(
+              t_.type,
+              static_cast<const uint8_t*>(t_.base) + at * t_.row_stride + row_bytes_before(k),
+              width, t_.bits, t_.span,
+              t_.bits ? t_.plane + at * planes + plane_bytes(t_.bits, k) : nullptr, q + r * step,
+              scale + r, offset + r, kStride);
+        }
+        if (few_) {
+          for (int64_t c = 0; c < n_; ++c) {
+            kernels().column(w, static_cast<int>(some), width, &in_.q_[c * t_.cols + k],
+                             &in_.scale_[c * groups_ + g], &in_.sum_[c * groups_ + g],
+                             b.at[c] + first);
+          }
+        } else {
+          for (int64_t p = 0; p < panels(); ++p) {
+            kernels().panel(w, static_cast<int>(some), width,
+                            &in_.panels_[(p * t_.cols + k) * lanes_],
+                            &in_.panel_scale_[(p * groups_ + g) * lanes_],
+                            &in_.panel_sum_[(p * groups_ + g) * lanes_],
+                            out + p * kPanelRows * lanes_);
+          }
+        }
+      }
+      if (few_) continue;
+      for (int64_t c = 0; c < n_; ++c) {
+        const float* from = out + c / lanes_ * kPanelRows * lanes_ + c % lanes_;
+        float* y = b.at[static_cast<size_t>(c)] + first;
+        for (int64_t r = 0; r < some; ++r) y[r] = from[r * lanes_];
+      }
+    }
+  }
+
+  // Weights of a row that are multiplied at a time: about 512, whole blocks.
+  int64_t piece() const {
+    const int64_t pieces = (t_.cols + 639) / 640;
+    return std::min(t_.cols, round_up((t_.cols + pieces - 1) / pieces, 256));
+  }
+  int64_t row_bytes_before(int64_t k) const { return k ? row_bytes(t_.type, k) : 0; }
+
+  bool has_offset() const {
+    bool offset = false;
+    with_format(t_.type, [&](auto* format) {
+      offset = std::remove_pointer_t<decltype(format)>::offset;
+    });
+    return offset;
+  }
+
+  // y_c += sum_k a_k * (c * dot_k): the member's own rank-1 terms, k in order.
+  void add_lowrank(int64_t row, int64_t n) {
+    const int rank = noise_.rank;
+    const int64_t words = sign_word_count(t_.rows);
+    const float scale = noise_scale(noise_.kind, rank, false);
+    for (size_t i = 0; i < w_.owners.size(); ++i) {
+      const Owner& o = w_.owners[i];
+      if (o.c == 0.0f) continue;
+      const float cs = o.c * scale;
+      const uint32_t* left = &left_[i * static_cast<size_t>(rank * words)] + row / 32;
+      for (int64_t j = o.first; j < o.first + o.count; ++j) {
+        const int64_t c = w_.order[static_cast<size_t>(j)];
+        for (int k = 0; k < rank; ++k) {
+          const int64_t at =
+              t_.factors
+                  ? c * t_.factors +
+                        static_cast<int64_t>((static_cast<uint64_t>(o.member->slot) * rank + k) %
+                                             static_cast<uint64_t>(t_.factors))
+                  : c * rank + k;
+          kernels().add_signs(y_[c] + row, n, left + k * words,
+                              cs * dots_[static_cast<size_t>(at)]);
+        }
+      }
+    }
+  }
+
+  // y += c eps x for the columns of one member: rows of eps made anew.
+  void add_dense_rows(const Owner& o, int64_t row, int64_t n) {
+    Buffers& b = buffers;
+    if (noise_.kind == EDGEES_NOISE_SIGN && sign_integers_) return add_sign_rows(o, row, n);
+    float* e = room(b.noise, n * t_.cols);
+    std::fill(e, e + n * t_.cols, 0.0f);
+    for (int64_t r = 0; r < n; ++r) {
+      add_eps_row(noise_.kind, noise_.rank, false, o.member->key, t_.id,
+                  canonical_row(row + r, t_.rows, t_.heads), t_.cols, o.c, e + r * t_.cols);
+    }
+    std::vector<const float*> xs;
+    std::vector<float*> ys;
+    for (int64_t j = o.first; j < o.first + o.count; ++j) {
+      const size_t c = static_cast<size_t>(w_.order[static_cast<size_t>(j)]);
+      xs.push_back(in_.x[c]);
+      ys.push_back(b.at[c]);
+    }
+    add_tile(e, t_.cols, n, t_.cols, xs.data(), o.count, ys.data());
+  }
+
+  void add_sign_rows(const Owner& o, int64_t row, int64_t n) {
+    Buffers& b = buffers;
+    int16_t* q = room(b.codes, kStride * t_.cols);
+    float* scale = room(b.scale, kStride * groups_);
+    std::fill_n(scale, kStride * groups_, o.c);
+    const Codes16 w{q, t_.cols, scale, nullptr, kStride, kGroup};
+    uint32_t* words = room(b.words, sign_word_count(t_.cols));
+    float* out = room(b.part, kStride * lanes_);
+    const int64_t few = std::max<int64_t>(1, lanes_ / 4);
+    for (int64_t first = 0; first < n; first += kPanelRows) {
+      const int64_t some = std::min<int64_t>(kPanelRows, n - first);
+      for (int64_t r = 0; r < some; ++r) {
+        const int64_t at = canonical_row(row + first + r, t_.rows, t_.heads);
+        sign_words(o.member->key, static_cast<uint32_t>(at), t_.id, kStreamSign, t_.cols, words);
+        kernels().signs(words, t_.cols, q + r * t_.cols);
+      }
+      for (int64_t j = o.first; j < o.first + o.count;) {
+        const int64_t left = o.first + o.count - j;
+        std::fill_n(out, kStride * lanes_, 0.0f);
+        if (left <= few) {
+          const int64_t c = w_.order[static_cast<size_t>(j++)];
+          kernels().column(w, static_cast<int>(some), t_.cols, &in_.q_[c * t_.cols],
+                           &in_.scale_[c * groups_], &in_.sum_[c * groups_], out);
+          for (int64_t r = 0; r < some; ++r) b.at[c][first + r] += out[r];
+          continue;
+        }
+        const int64_t count = std::min(left, lanes_);
+        gather(&w_.order[static_cast<size_t>(j)], count);
+        kernels().panel(w, static_cast<int>(some), t_.cols, b.panel.data(), b.panel_scale.data(),
+                        b.panel_sum.data(), out);
+        for (int64_t k = 0; k < count; ++k) {
+          float* y = b.at[static_cast<size_t>(w_.order[static_cast<size_t>(j + k)])] + first;
+          for (int64_t r = 0; r < some; ++r) y[r] += out[r * lanes_ + k];
+        }
+        j += count;
+      }
+    }
+  }
+
+  // A panel of any columns.
+  void gather(const int32_t* order, int64_t count) {
+    Buffers& b = buffers;
+    int16_t* q = room(b.panel, 2 * lanes_ * t_.cols) + lanes_ * t_.cols;
+    float* scale = room(b.panel_scale, lanes_ * groups_);
+    float* sum = room(b.panel_sum, lanes_ * groups_);
+    for (int64_t c = 0; c < lanes_; ++c) {
+      const bool there = c < count;
+      const int64_t at = there ? order[c] : 0;
+      if (there) std::copy_n(&in_.q_[at * t_.cols], t_.cols, q + c * t_.cols);
+      for (int64_t g = 0; g < groups_; ++g) {
+        scale[g * lanes_ + c] = there ? in_.scale_[at * groups_ + g] : 0.0f;
+        sum[g * lanes_ + c] = there ? in_.sum_[at * groups_ + g] : 0.0f;
+      }
+    }
+    kernels().interleave(q, t_.cols, static_cast<int>(count), t_.cols, b.panel.data());
+  }
+
+  struct Work {
+    std::vector<int32_t> start, order;
+    std::vector<Owner> owners;
+  };
+
+  const edgees_tensor& t_;
+  const edgees_noise_kind& noise_;
+  Columns& in_;
+  float* const* y_;
+  const int64_t n_, lanes_, groups_;
+  const bool integers_, few_;
+  bool perturbed_ = false, sign_integers_ = false;
+  Work w_;
+  std::vector<uint32_t> left_;  // [owner][rank][words]
+  std::vector<float> dots_;     // [column][rank] (lowrank) or [column][factors] (adapter)
+};
+
+int product(const edgees_tensor& t, const edgees_noise_kind& noise, const edgees_member* members,
+            const int32_t* owner, Columns& columns, float* const* y) {
+  if (!valid(t, noise) || columns.cols != t.cols) return EDGEES_E_ARGUMENT;
+  if (columns.n == 0) return 0;
+  return Product(t, noise, columns, y).run(members, owner);
+}
+
 }  // namespace edgees
 
 using namespace edgees;
@@ -271,40 +509,10 @@ extern "C" {
 int edgees_product(const edgees_tensor* t, const edgees_noise_kind* noise,
                    const edgees_member* members, const int32_t* member, int64_t n,
                    const float* const* x, float* const* y) {
-  if (!t || !noise || n < 0 || !valid(*t, *noise)) return EDGEES_E_ARGUMENT;
-  if (n == 0) return 0;
-  static thread_local Work own;
-  Work& work = own;  // in the tasks below `own` would be their thread's
-  if (const int code = group_columns(*t, members, member, n, x, y, work)) return code;
-  const bool threads = n > kFew;
-  const bool lowrank = noise->kind == EDGEES_NOISE_LOWRANK;
-  const bool perturbed = std::any_of(work.owners.begin(), work.owners.end(),
-                                     [](const Owner& o) { return o.c != 0.0f; });
-  if (t->factors) {
-    work.dots.resize(static_cast<size_t>(n * t->factors));
-    pool_dots(*t, work, n, threads);
-    work.dot_rows.resize(static_cast<size_t>(n));
-    for (int64_t c = 0; c < n; ++c) {
-      work.dot_rows[static_cast<size_t>(c)] = &work.dots[static_cast<size_t>(c * t->factors)];
-    }
-  } else if (lowrank && perturbed) {
-    work.dots.resize(static_cast<size_t>(n * noise->rank));
-    lowrank_dots(*t, noise->rank, work, threads);
-  }
-  const int64_t fits = std::max<int64_t>(8, kCache / (t->cols * 4) / 8 * 8);
-  const int64_t share =
-      round_up((t->rows + 4 * edgees::threads() - 1) / (4 * edgees::threads()), 8);
-  const int64_t rows = std::min<int64_t>({fits, share, n <= 2 ? 8 : 64});
-  // With few columns a task takes several small blocks, so that they stay in the nearest cache.
-  const int64_t per_task = n <= 2 ? share : rows;
-  parallel_for((t->rows + per_task - 1) / per_task, [&](int64_t i, int) {
-    const int64_t end = std::min(t->rows, (i + 1) * per_task);
-    for (int64_t r = i * per_task; r < end; r += rows) {
-      row_block(*t, *noise, work, r, std::min(rows, end - r), n);
-    }
-  });
-  if (lowrank && perturbed) add_lowrank(*t, *noise, work, threads);
-  return 0;
+  if (!t || !noise || n < 0) return EDGEES_E_ARGUMENT;
+  Columns columns;
+  columns.set(x, n, t->cols);
+  return product(*t, *noise, members, member, columns, y);
 }
 
 int edgees_row(const edgees_tensor* t, const edgees_noise_kind* noise, const edgees_member* member,

@@ -24,17 +24,18 @@
 #endif
 #define EDGEES_ARM_AVX512
 #include "../blocks.h"
+#include "../integer.h"
 namespace edgees {
 namespace {
 #include "simd.h"
 
 #include "blocks.inl"
-#include "dots.inl"
+#include "graph.inl"
+#include "integer.inl"
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_avx512 = {"avx512", L,     philox,    add_signs, add_normals, sign_dot,
-                                decode,   cells, add_plane, tile,      dots,        decay_add};
+const Kernels kernels_avx512 = {"avx512", L, philox, add_signs, add_normals, sign_dot, decode, cells, add_plane, tile, quantize, interleave, codes, signs, panel, column, to_half, rms_norm, swiglu, attend, decay_add};
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../blocks.h"
+#include "../integer.h"
 #include "../kernels.h"
 #include "../noise.h"
 #define EDGEES_ARM_NEON
@@ -16,11 +17,11 @@ namespace {
 #include "simd.h"
 
 #include "blocks.inl"
-#include "dots.inl"
+#include "graph.inl"
+#include "integer.inl"
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_neon = {"neon", L,     philox,    add_signs, add_normals, sign_dot,
-                              decode, cells, add_plane, tile,      dots,        decay_add};
+const Kernels kernels_neon = {"neon", L, philox, add_signs, add_normals, sign_dot, decode, cells, add_plane, tile, quantize, interleave, codes, signs, panel, column, to_half, rms_norm, swiglu, attend, decay_add};
 }  // namespace edgees
 #endif

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../blocks.h"
+#include "../integer.h"
 #include "../kernels.h"
 #include "../noise.h"
 
@@ -13,9 +14,10 @@ namespace {
 constexpr int L = 8;
 
 #include "scalar_blocks.inl"
+#include "scalar_graph.inl"
+#include "scalar_integer.inl"
 #include "scalar_noise.inl"
 #include "scalar_product.inl"
 }  // namespace
-const Kernels kernels_scalar = {"scalar", L,     philox,    add_signs, add_normals, sign_dot,
-                                decode,   cells, add_plane, tile,      dots,        decay_add};
+const Kernels kernels_scalar = {"scalar", L, philox, add_signs, add_normals, sign_dot, decode, cells, add_plane, tile, quantize, interleave, codes, signs, panel, column, to_half, rms_norm, swiglu, attend, decay_add};
 }  // namespace edgees

@@ -35,6 +35,54 @@ static inline float sum(F v) {
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
+
+using I = __m512i;
+static inline I load_i(const int16_t* p) { return _mm512_loadu_si512(p); }
+static inline I zero_i() { return _mm512_setzero_si512(); }
+static inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+static inline I dot_add(I acc, I a, I b) {
+#if defined(EDGEES_ARM_VNNI)
+  return _mm512_dpwssd_epi32(acc, a, b);
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
+#endif
+}
+// acc + x w for one pair of weights and L columns (layout: `interleave`).
+EDGEES_INLINE I pair_add(I acc, I x, const int16_t* w) {
+#if defined(EDGEES_ARM_VNNI)  // compilers copy the accumulator around and broadcast apart
+  const int32_t* pair = reinterpret_cast<const int32_t*>(w);
+  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*pair));
+  return acc;
+#else
+  int32_t pair;
+  memcpy(&pair, w, 4);
+  return dot_add(acc, x, _mm512_set1_epi32(pair));
+#endif
+}
+// Lane sums are the dot of 32 or 16 numbers.
+static inline I dot_32(const int16_t* w, const int16_t* x) {
+  return dot_add(zero_i(), load_i(w), load_i(x));
+}
+static inline I dot_16(const int16_t* w, const int16_t* x) {
+  return _mm512_zextsi256_si512(
+      _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+}
+// Lane r: the sum of all lanes of v[r].
+static inline I lane_sums(const I* v) {
+  I four[4];
+  for (int k = 0; k < 4; ++k) {
+    const I* p = v + 4 * k;
+    const I a = _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
+    const I b = _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
+    four[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const I a = _mm512_add_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                               _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
+  const I b = _mm512_add_epi32(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
+                               _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+}
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
 constexpr int L = 8;
@@ -69,6 +117,31 @@ static inline float sum(F a) {
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
+
+using I = __m256i;
+static inline I load_i(const int16_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+static inline I zero_i() { return _mm256_setzero_si256(); }
+static inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+static inline I dot_add(I acc, I a, I b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+static inline I pair_add(I acc, I x, const int16_t* w) {
+  int32_t pair;
+  memcpy(&pair, w, 4);
+  return dot_add(acc, x, _mm256_set1_epi32(pair));
+}
+static inline I dot_16(const int16_t* w, const int16_t* x) {
+  return _mm256_madd_epi16(load_i(w), load_i(x));
+}
+static inline I dot_32(const int16_t* w, const int16_t* x) {
+  return dot_add(dot_16(w, x), load_i(w + 16), load_i(x + 16));
+}
+static inline I lane_sums(const I* v) {
+  const I a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+  const I b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+  return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20),
+                          _mm256_permute2x128_si256(a, b, 0x31));
+}
 #elif defined(EDGEES_ARM_NEON)
 using F = float32x4_t;
 constexpr int L = 4;
@@ -102,5 +175,28 @@ static inline F from_i32(const int32_t* p) { return vcvtq_f32_s32(vld1q_s32(p));
 static inline float sum(F a) {
   const float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
   return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
+}
+
+using I = int32x4_t;
+static inline int16x8_t load_i(const int16_t* p) { return vld1q_s16(p); }
+static inline I zero_i() { return vdupq_n_s32(0); }
+static inline F to_float(I v) { return vcvtq_f32_s32(v); }
+// Here a pair's first numbers of all columns lie before its second ones.
+static inline I pair_add(I acc, int16x8_t x, const int16_t* w) {
+  return vmlal_n_s16(vmlal_n_s16(acc, vget_low_s16(x), w[0]), vget_high_s16(x), w[1]);
+}
+static inline I dot_8(I acc, const int16_t* w, const int16_t* x) {
+  const int16x8_t a = load_i(w), b = load_i(x);
+  return vmlal_s16(vmlal_s16(acc, vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a),
+                   vget_high_s16(b));
+}
+static inline I dot_16(const int16_t* w, const int16_t* x) {
+  return dot_8(dot_8(zero_i(), w, x), w + 8, x + 8);
+}
+static inline I dot_32(const int16_t* w, const int16_t* x) {
+  return dot_8(dot_8(dot_16(w, x), w + 16, x + 16), w + 24, x + 24);
+}
+static inline I lane_sums(const I* v) {
+  return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
 }
 #endif

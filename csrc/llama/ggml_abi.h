@@ -119,7 +119,7 @@ struct Registry {
 
 enum DeviceType { kCpu = 0, kAccel = 3 };
 enum Status { kFailed = -1, kSuccess = 0 };
-enum Type { kF32 = 0, kI32 = 26 };
+enum Type { kF32 = 0, kF16 = 1, kI32 = 26, kI64 = 27 };
 
 struct InitParams {
   size_t mem_size;

@@ -182,8 +182,9 @@ class _Context:
             n_seq_max=parallel,
             n_threads=threads,
             n_threads_batch=threads,
-            # Flash attention on the CPU splits one long row over threads: its sums would depend on their number.
-            flash_attn_type=api.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+            # One operation, ours (csrc/llama/ops.cpp). llama.cpp's own splits a long row over threads: its sums depend
+            # on their number.
+            flash_attn_type=api.LLAMA_FLASH_ATTN_TYPE_DISABLED if engine.plain else api.LLAMA_FLASH_ATTN_TYPE_ENABLED,
             kv_unified=False,
             no_perf=True,
             **engine.context_options,

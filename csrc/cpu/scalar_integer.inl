@@ -1,0 +1,96 @@
+// The specification of the integer products: exact on every arm. x is rounded to integers of at most
+// 2^14 with a power of two as the step of every kGroup numbers; a row's weights are integers below
+// 2^12 with a scale (and offset) for every group. Dots of a group are exact, and their scaled values
+// are summed from the first group to the last, each with fused multiply-adds.
+static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float* sum) {
+  for (int64_t i = 0; i < n; i += kGroup, ++scale, ++sum) {
+    uint32_t top = 0;
+    for (int k = 0; k < kGroup; ++k) {
+      uint32_t bits;
+      memcpy(&bits, x + i + k, 4);
+      bits &= 0x7FFFFFFFu;
+      top = bits > top ? bits : top;
+    }
+    float inverse;
+    *scale = step_of(top, &inverse);
+    int32_t total = 0;
+    for (int k = 0; k < kGroup; ++k) {
+      q[i + k] = inverse == 0.0f ? int16_t{0}
+                                 : static_cast<int16_t>(std::lrint(x[i + k] * inverse));
+      total += q[i + k];
+    }
+    *sum = *scale * static_cast<float>(total);
+  }
+}
+
+static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int16_t* panel) {
+  for (int64_t i = 0; i < n; i += 2, panel += 2 * L)
+    for (int c = 0; c < L; ++c)
+      for (int k = 0; k < 2; ++k) panel[2 * c + k] = c < columns ? q[c * ld + i + k] : int16_t{0};
+}
+
+static bool codes(int type, const void* row, int64_t n, int bits, int span, const uint8_t* plane,
+                  int16_t* q, float* scale, float* offset, int64_t stride) {
+  return with_format(type, [&](auto* format) {
+    using Block = std::remove_pointer_t<decltype(format)>;
+    constexpr int groups = Block::weights / Block::group;
+    const Block* b = static_cast<const Block*>(row);
+    for (int64_t i = 0; i < n; ++b) {
+      int8_t room[Block::weights];
+      float s[groups], o[groups] = {};
+      b->scales(PlainHalf(), s, o);
+      const int8_t* c = b->unpack(room);
+      for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
+        *scale = s[g] * power_of_two(-bits);
+        if (Block::offset) *offset = o[g];
+      }
+      for (int k = 0; k < Block::weights; ++k, ++i) {
+        int move = 0;
+        if (bits) {
+          uint8_t step[32];
+          unpack_plane(bits, plane + i / 32 * 4 * bits, step);
+          move = (step[i % 32] - (1 << (bits - 1))) * (1 << span);
+        }
+        q[i] = static_cast<int16_t>(c[k] * (1 << bits) +
+                                    (s[k / Block::group] < 0.0f ? -move : move));
+      }
+    }
+  });
+}
+
+static void signs(const uint32_t* words, int64_t n, int16_t* q) {
+  for (int64_t j = 0; j < n; ++j) q[j] = static_cast<int16_t>(1 - 2 * (words[j >> 5] >> (j & 31) & 1));
+}
+
+// One number of a product; column c of a panel, or a column that lies by itself (width 1).
+static float integer_dot(const Codes16& w, int64_t row, int64_t n, const int16_t* x,
+                         const float* scale, const float* sum, int c, int width, float acc) {
+  int64_t g = 0;
+  for (int64_t i = 0; i < n; i += kGroup) {
+    const int64_t block = i / kGroup * width + c;
+    for (int h = 0; h < kGroup; h += w.group, ++g) {
+      int32_t part = 0;
+      for (int k = 0; k < w.group; ++k) {
+        const int64_t j = i + h + k, at = j / 2 * 2 * width + 2 * c + j % 2;
+        part += w.q[row * w.ld + j] * x[at];
+      }
+      acc = std::fma(static_cast<float>(part) * scale[block], w.scale[g * w.stride + row], acc);
+    }
+    if (w.offset) acc = std::fma(sum[block], w.offset[i / kGroup * w.stride + row], acc);
+  }
+  return acc;
+}
+
+static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
+                  const float* sum, float* out) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < L; ++c) {
+      float& y = out[r * L + c];
+      y = integer_dot(w, r, n, x, scale, sum, c, L, y);
+    }
+}
+
+static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
+                   const float* sum, float* y) {
+  for (int r = 0; r < rows; ++r) y[r] = integer_dot(w, r, n, x, scale, sum, 0, 1, y[r]);
+}

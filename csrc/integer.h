@@ -1,0 +1,37 @@
+// Products in 16-bit integers (cpu/*_integer.inl): the same bits on every instruction set.
+#pragma once
+#include <cstdint>
+
+#include "blocks.h"
+
+namespace edgees {
+
+constexpr int kGroup = 32;         // activations that share a step
+constexpr int kCodeLimit = 1 << 12;  // |code| < 2^12, |activation| <= 2^14: a group's dot fits
+
+EDGEES_INLINE float power_of_two(int e) { return float_of(static_cast<uint32_t>(127 + e) << 23); }
+
+// Step of a group of activations of which the largest has the bits `top` (sign cleared), and its
+// inverse. A group that is not finite gets the step NaN, and so does all that it is multiplied with.
+EDGEES_INLINE float step_of(uint32_t top, float* inverse) {
+  const int exponent = static_cast<int>(top >> 23);
+  if (exponent == 255) {
+    *inverse = 0.0f;
+    return float_of(0x7FC00000u);
+  }
+  const int e = (exponent < 14 ? 14 : exponent) - 127 - 13;
+  *inverse = power_of_two(-e);
+  return power_of_two(e);
+}
+
+// Rows of weights as integers: w = scale * q (+ offset), scale[g * stride + row] for group g.
+struct Codes16 {
+  const int16_t* q;
+  int64_t ld;
+  const float* scale;
+  const float* offset;  // null: none. Only where a group is 32 wide
+  int64_t stride;       // at least the rows, rounded up to 16, all readable
+  int group;            // 32 or 16
+};
+
+}  // namespace edgees
