@@ -6,13 +6,14 @@
 
 namespace edgees {
 
-constexpr int kGroup = 32;         // activations that share a step
+constexpr int kGroup = 32;           // activations that share a step
 constexpr int kCodeLimit = 1 << 12;  // |code| < 2^12, |activation| <= 2^14: a group's dot fits
 
 EDGEES_INLINE float power_of_two(int e) { return float_of(static_cast<uint32_t>(127 + e) << 23); }
 
 // Step of a group of activations of which the largest has the bits `top` (sign cleared), and its
-// inverse. A group that is not finite gets the step NaN, and so does all that it is multiplied with.
+// inverse. A group that is not finite gets the step NaN, and so does all that it is multiplied
+// with.
 EDGEES_INLINE float step_of(uint32_t top, float* inverse) {
   const int exponent = static_cast<int>(top >> 23);
   if (exponent == 255) {

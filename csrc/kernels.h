@@ -14,15 +14,15 @@ constexpr uint16_t kMinusInfinity = 0xFC00;
 struct Attend {
   int heads;
   int64_t cells, dk, dv;
-  const float* const* q;        // [heads] rows of dk
-  const uint16_t *k, *v;        // binary16, one row per cell
-  int64_t k_stride, v_stride;   // in halves
-  const uint16_t* mask;         // [cells] binary16, -inf: not seen; null: all seen
-  float scale, softcap;         // softcap 0: none
-  const float *slope, *sink;    // [heads] or null
-  float* scores;                // room for heads * room
-  int64_t room;                 // at least cells, rounded up to 16
-  float* const* out;            // [heads] rows of dv
+  const float* const* q;       // [heads] rows of dk
+  const uint16_t *k, *v;       // binary16, one row per cell
+  int64_t k_stride, v_stride;  // in halves
+  const uint16_t* mask;        // [cells] binary16, -inf: not seen; null: all seen
+  float scale, softcap;        // softcap 0: none
+  const float *slope, *sink;   // [heads] or null
+  float* scores;               // room for heads * room
+  int64_t room;                // at least cells, rounded up to 16
+  float* const* out;           // [heads] rows of dv
 };
 
 struct Kernels {
@@ -67,10 +67,12 @@ struct Kernels {
                 int16_t* q, float* scale, float* offset, int64_t stride);
   // exact. The +-1 of packed signs as integers, n a multiple of 32.
   void (*signs)(const uint32_t* words, int64_t n, int16_t* q);
-  // exact. out[row * lanes + column] += rows times a panel; scale and sum are [group][lanes]. A dot may
-  // be made in several calls, from its first group to its last.
+  // exact. out[row * lanes + column] += rows times a panel; scale and sum are [group][lanes]. A dot
+  // may be made in several calls, from its first group to its last.
   void (*panel)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                 const float* sum, float* out);
+  // exact. y[c][first + row] = from[row * lanes + c] for at most 16 rows and `count` columns.
+  void (*unpanel)(const float* from, int rows, int count, float* const* y, int64_t first);
   // exact, and the same numbers: y[row] += rows times one column as `quantize` leaves it.
   void (*column)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                  const float* sum, float* y);

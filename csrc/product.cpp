@@ -130,8 +130,7 @@ void Columns::set(const float* const* from, int64_t count, int64_t width) {
 // One call of `product`.
 class Product {
  public:
-  Product(const edgees_tensor& t, const edgees_noise_kind& noise, Columns& columns,
-          float* const* y)
+  Product(const edgees_tensor& t, const edgees_noise_kind& noise, Columns& columns, float* const* y)
       : t_(t),
         noise_(noise),
         in_(columns),
@@ -145,8 +144,8 @@ class Product {
   int run(const edgees_member* members, const int32_t* owner) {
     if (const int code = group(members, owner)) return code;
     const bool lowrank = noise_.kind == EDGEES_NOISE_LOWRANK;
-    perturbed_ = std::any_of(w_.owners.begin(), w_.owners.end(),
-                             [](const Owner& o) { return o.c != 0.0f; });
+    perturbed_ =
+        std::any_of(w_.owners.begin(), w_.owners.end(), [](const Owner& o) { return o.c != 0.0f; });
     const bool dense_integers = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN;
     const bool own = (integers_ || (dense_integers && t_.cols % kGroup == 0) ||
                       (t_.factors && t_.cols % kGroup == 0)) &&
@@ -183,7 +182,8 @@ class Product {
  private:
   static constexpr int64_t kChunk = 32;  // columns of a task
   static constexpr int kStride = 16;     // rows whose scales lie side by side
-  static constexpr int kPanelRows = 12;  // rows that the panel kernels take at once, or thirds of it
+  static constexpr int kPanelRows =
+      12;  // rows that the panel kernels take at once, or thirds of it
 
   template <class Body>
   static void each(int64_t n, bool threads, Body body) {
@@ -288,8 +288,8 @@ class Product {
     } else {
       float* w = room(b.w, n * t_.cols);
       decode_rows(t_, row, n, room(b.scratch, t_.cols / 16 + 1), w);
-      kernels().tile(w, t_.cols, static_cast<int>(n), t_.cols, in_.x.data(),
-                     static_cast<int>(n_), b.at.data());
+      kernels().tile(w, t_.cols, static_cast<int>(n), t_.cols, in_.x.data(), static_cast<int>(n_),
+                     b.at.data());
     }
     if (t_.factors) {
       b.xs.resize(static_cast<size_t>(n_));
@@ -305,7 +305,8 @@ class Product {
     }
   }
 
-  // A few rows and a piece of their length at a time, so that the integers stay in the nearest cache.
+  // A few rows and a piece of their length at a time, so that the integers stay in the nearest
+  // cache.
   void integer_rows(int64_t row, int64_t n) {
     Buffers& b = buffers;
     const int64_t planes = plane_bytes(t_.bits, t_.cols), step = piece();
@@ -341,19 +342,18 @@ class Product {
           }
         } else {
           for (int64_t p = 0; p < panels(); ++p) {
-            kernels().panel(w, static_cast<int>(some), width,
-                            &in_.panels_[(p * t_.cols + k) * lanes_],
-                            &in_.panel_scale_[(p * groups_ + g) * lanes_],
-                            &in_.panel_sum_[(p * groups_ + g) * lanes_],
-                            out + p * kPanelRows * lanes_);
+            kernels().panel(
+                w, static_cast<int>(some), width, &in_.panels_[(p * t_.cols + k) * lanes_],
+                &in_.panel_scale_[(p * groups_ + g) * lanes_],
+                &in_.panel_sum_[(p * groups_ + g) * lanes_], out + p * kPanelRows * lanes_);
           }
         }
       }
       if (few_) continue;
-      for (int64_t c = 0; c < n_; ++c) {
-        const float* from = out + c / lanes_ * kPanelRows * lanes_ + c % lanes_;
-        float* y = b.at[static_cast<size_t>(c)] + first;
-        for (int64_t r = 0; r < some; ++r) y[r] = from[r * lanes_];
+      for (int64_t p = 0; p < panels(); ++p) {
+        kernels().unpanel(out + p * kPanelRows * lanes_, static_cast<int>(some),
+                          static_cast<int>(std::min(lanes_, n_ - p * lanes_)),
+                          &b.at[static_cast<size_t>(p * lanes_)], first);
       }
     }
   }
@@ -367,9 +367,8 @@ class Product {
 
   bool has_offset() const {
     bool offset = false;
-    with_format(t_.type, [&](auto* format) {
-      offset = std::remove_pointer_t<decltype(format)>::offset;
-    });
+    with_format(t_.type,
+                [&](auto* format) { offset = std::remove_pointer_t<decltype(format)>::offset; });
     return offset;
   }
 

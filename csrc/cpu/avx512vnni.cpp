@@ -1,4 +1,5 @@
-// The AVX-512 arm of CPUs with VNNI. Everything after the pragma may use it; nothing here runs before the probe.
+// The AVX-512 arm of CPUs with VNNI. Everything after the pragma may use it; nothing here runs
+// before the probe.
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 
@@ -15,7 +16,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #if defined(__clang__)
-#pragma clang attribute push(                                                    \
+#pragma clang attribute push(                                                               \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
     apply_to = function)
 #else
@@ -36,7 +37,10 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_avx512vnni = {"avx512vnni", L, philox, add_signs, add_normals, sign_dot, decode, cells, add_plane, tile, quantize, interleave, codes, signs, panel, column, to_half, rms_norm, swiglu, attend, decay_add};
+const Kernels kernels_avx512vnni = {
+    "avx512vnni", L,       philox,   add_signs,  add_normals, sign_dot, decode, cells,
+    add_plane,    tile,    quantize, interleave, codes,       signs,    panel,  unpanel,
+    column,       to_half, rms_norm, swiglu,     attend,      decay_add};
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

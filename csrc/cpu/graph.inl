@@ -22,8 +22,8 @@ static inline F sums(const F* v) {  // lane r: the sum of all lanes of v[r], in 
     const F a = add(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1]));
     const F b = add(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3]));
     const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-    four[k] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
-                  _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+    four[k] =
+        add(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
   }
   const F a = add(_mm512_shuffle_f32x4(four[0], four[1], 0x44),
                   _mm512_shuffle_f32x4(four[0], four[1], 0xEE));
@@ -119,9 +119,7 @@ static void rms_norm(const float* x, int64_t n, float eps, float* y) {
   for (; j < n; ++j) y[j] = x[j] * by;
 }
 
-static inline F silu(F x) {
-  return div_f(x, add(set1(1.0f), exp_f(sub(zero(), x))));
-}
+static inline F silu(F x) { return div_f(x, add(set1(1.0f), exp_f(sub(zero(), x)))); }
 static void swiglu(const float* x, const float* g, int64_t n, float* y) {
   int64_t j = 0;
   for (; j + L <= n; j += L) store(y + j, mul(silu(load(x + j)), load(g + j)));

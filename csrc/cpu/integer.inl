@@ -4,9 +4,9 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
 #if defined(EDGEES_ARM_AVX512)
     const __m512 a = load(x + i), b = load(x + i + 16);
     const __m512i mask = _mm512_set1_epi32(INT32_MAX);
-    const uint32_t top = static_cast<uint32_t>(_mm512_reduce_max_epi32(
-        _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask),
-                         _mm512_and_si512(_mm512_castps_si512(b), mask))));
+    const uint32_t top = static_cast<uint32_t>(
+        _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask),
+                                                 _mm512_and_si512(_mm512_castps_si512(b), mask))));
 #elif defined(EDGEES_ARM_AVX2)
     const __m256i mask = _mm256_set1_epi32(INT32_MAX);
     __m256i most = _mm256_setzero_si256();
@@ -19,8 +19,8 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
 #elif defined(EDGEES_ARM_NEON)
     uint32x4_t most = vdupq_n_u32(0);
     for (int k = 0; k < kGroup; k += L)
-      most = vmaxq_u32(most, vandq_u32(vreinterpretq_u32_f32(load(x + i + k)),
-                                       vdupq_n_u32(0x7FFFFFFFu)));
+      most = vmaxq_u32(most,
+                       vandq_u32(vreinterpretq_u32_f32(load(x + i + k)), vdupq_n_u32(0x7FFFFFFFu)));
     const uint32_t top = vmaxvq_u32(most);
 #endif
     float inverse;
@@ -108,9 +108,7 @@ static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t
 }
 #else
 using Bytes = __m128i;
-static inline Bytes bytes(const void* p) {
-  return _mm_loadu_si128(static_cast<const __m128i*>(p));
-}
+static inline Bytes bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 static inline Bytes low_nibbles(Bytes b) { return _mm_and_si128(b, _mm_set1_epi8(15)); }
 static inline Bytes high_nibbles(Bytes b) {
   return _mm_and_si128(_mm_srli_epi16(b, 4), _mm_set1_epi8(15));
@@ -219,8 +217,10 @@ static void nibble_codes(const Block* b, int64_t n, int span, const uint8_t* pla
     if (Block::offset) _mm_store_ss(offset, _mm_movehdup_ps(head));
     const __m128i c = bytes(b->qs), p = bytes(plane);
     const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(c, p), _mm_unpacklo_epi8(c, p));
-    const __m512i pairs = _mm512_and_si512(
-        _mm512_srlv_epi16(_mm512_broadcast_i64x4(both), down), low);
+    const __m512i pairs =
+        _mm512_and_si512(_mm512_srlv_epi16(_mm512_broadcast_i64x4(both), down), low);
+    _mm_prefetch(reinterpret_cast<const char*>(b) + 1024, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(plane) + 1024, _MM_HINT_T0);
     const int minus = b->d >> 15;
     _mm512_storeu_si512(q + i,
                         _mm512_add_epi16(_mm512_maddubs_epi16(pairs, by[minus]), add[minus]));
@@ -230,7 +230,7 @@ static void nibble_codes(const Block* b, int64_t n, int span, const uint8_t* pla
 // The same for 32 weights at a time.
 template <class Block, int BITS>
 static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
-                          float* scale, float* offset, int64_t stride) {
+                     float* scale, float* offset, int64_t stride) {
   const Block* b = static_cast<const Block*>(row);
   constexpr int groups = Block::weights / Block::group;
   constexpr bool nibbles = Block::weights == 32 && Block::hi - Block::lo == 15;
@@ -279,8 +279,7 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
           unpack_plane(2, plane, all);
           step = bytes_32(all);
         }
-        __m512i move =
-            _mm512_sll_epi16(_mm512_sub_epi16(_mm512_cvtepu8_epi16(step), middle), up);
+        __m512i move = _mm512_sll_epi16(_mm512_sub_epi16(_mm512_cvtepu8_epi16(step), middle), up);
         __m512i minus;  // ones where the scale is negative
         if constexpr (Block::weights == 32) {
           int16_t d;
@@ -289,9 +288,9 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
         } else {
           int32_t bits[2];
           memcpy(bits, s + k / Block::group, two ? 8 : 4);
-          minus = two ? _mm512_mask_set1_epi32(_mm512_set1_epi32(bits[0] >> 31), 0xFF00,
-                                               bits[1] >> 31)
-                      : _mm512_set1_epi32(bits[0] >> 31);
+          minus =
+              two ? _mm512_mask_set1_epi32(_mm512_set1_epi32(bits[0] >> 31), 0xFF00, bits[1] >> 31)
+                  : _mm512_set1_epi32(bits[0] >> 31);
         }
         move = _mm512_sub_epi16(_mm512_xor_si512(move, minus), minus);
         v = _mm512_add_epi16(_mm512_slli_epi16(v, BITS), move);
@@ -380,6 +379,38 @@ static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const
   panel_of<32, false>(w, rows, n, x, scale, sum, out);
 }
 
+static void unpanel(const float* from, int rows, int count, float* const* y, int64_t first) {
+#if defined(EDGEES_ARM_AVX512)
+  // Four rows at a time: lane 4k + r of v[c] is row r of column 4k + c.
+  const auto four = [](const float* p, F* v) {
+    const F a = load(p), b = load(p + 16), c = load(p + 32), d = load(p + 48);
+    const F ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+    const F AB = _mm512_unpackhi_ps(a, b), CD = _mm512_unpackhi_ps(c, d);
+    v[0] = _mm512_shuffle_ps(ab, cd, 0x44);
+    v[1] = _mm512_shuffle_ps(ab, cd, 0xEE);
+    v[2] = _mm512_shuffle_ps(AB, CD, 0x44);
+    v[3] = _mm512_shuffle_ps(AB, CD, 0xEE);
+  };
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    F v[4];
+    four(from + r * L, v);
+    for (int c = 0; c < 4; ++c) {
+      float* p[4];
+      for (int k = 0; k < 4; ++k) p[k] = 4 * k + c < count ? y[4 * k + c] + first + r : nullptr;
+      if (p[0]) _mm_storeu_ps(p[0], _mm512_castps512_ps128(v[c]));
+      if (p[1]) _mm_storeu_ps(p[1], _mm512_extractf32x4_ps(v[c], 1));
+      if (p[2]) _mm_storeu_ps(p[2], _mm512_extractf32x4_ps(v[c], 2));
+      if (p[3]) _mm_storeu_ps(p[3], _mm512_extractf32x4_ps(v[c], 3));
+    }
+  }
+#else
+  int r = 0;
+#endif
+  for (; r < rows; ++r)
+    for (int c = 0; c < count; ++c) y[c][first + r] = from[r * L + c];
+}
+
 template <int GROUP, bool OFFSET>
 static void column_of(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                       const float* sum, float* y) {
@@ -403,7 +434,7 @@ static void column_of(const Codes16& w, int rows, int64_t n, const int16_t* x, c
         } else {
           for (int r = 0; r < L; ++r) {
             const int16_t* p = q + r * w.ld + i + h;
-            part[r] = r >= some      ? zero_i()
+            part[r] = r >= some     ? zero_i()
                       : GROUP == 32 ? dot_32(p, x + i + h)
                                     : dot_16(p, x + i + h);
           }

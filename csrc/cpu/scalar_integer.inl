@@ -1,7 +1,7 @@
-// The specification of the integer products: exact on every arm. x is rounded to integers of at most
-// 2^14 with a power of two as the step of every kGroup numbers; a row's weights are integers below
-// 2^12 with a scale (and offset) for every group. Dots of a group are exact, and their scaled values
-// are summed from the first group to the last, each with fused multiply-adds.
+// The specification of the integer products: exact on every arm. x is rounded to integers of at
+// most 2^14 with a power of two as the step of every kGroup numbers; a row's weights are integers
+// below 2^12 with a scale (and offset) for every group. Dots of a group are exact, and their scaled
+// values are summed from the first group to the last, each with fused multiply-adds.
 static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float* sum) {
   for (int64_t i = 0; i < n; i += kGroup, ++scale, ++sum) {
     uint32_t top = 0;
@@ -15,8 +15,8 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
     *scale = step_of(top, &inverse);
     int32_t total = 0;
     for (int k = 0; k < kGroup; ++k) {
-      q[i + k] = inverse == 0.0f ? int16_t{0}
-                                 : static_cast<int16_t>(std::lrint(x[i + k] * inverse));
+      q[i + k] =
+          inverse == 0.0f ? int16_t{0} : static_cast<int16_t>(std::lrint(x[i + k] * inverse));
       total += q[i + k];
     }
     *sum = *scale * static_cast<float>(total);
@@ -52,14 +52,15 @@ static bool codes(int type, const void* row, int64_t n, int bits, int span, cons
           move = (step[i % 32] - (1 << (bits - 1))) * (1 << span);
         }
         q[i] = static_cast<int16_t>(c[k] * (1 << bits) +
-                                    (s[k / Block::group] < 0.0f ? -move : move));
+                                    (std::signbit(s[k / Block::group]) ? -move : move));
       }
     }
   });
 }
 
 static void signs(const uint32_t* words, int64_t n, int16_t* q) {
-  for (int64_t j = 0; j < n; ++j) q[j] = static_cast<int16_t>(1 - 2 * (words[j >> 5] >> (j & 31) & 1));
+  for (int64_t j = 0; j < n; ++j)
+    q[j] = static_cast<int16_t>(1 - 2 * (words[j >> 5] >> (j & 31) & 1));
 }
 
 // One number of a product; column c of a panel, or a column that lies by itself (width 1).
@@ -88,6 +89,11 @@ static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const
       float& y = out[r * L + c];
       y = integer_dot(w, r, n, x, scale, sum, c, L, y);
     }
+}
+
+static void unpanel(const float* from, int rows, int count, float* const* y, int64_t first) {
+  for (int c = 0; c < count; ++c)
+    for (int r = 0; r < rows; ++r) y[c][first + r] = from[r * L + c];
 }
 
 static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,

@@ -73,8 +73,10 @@ static inline I lane_sums(const I* v) {
   I four[4];
   for (int k = 0; k < 4; ++k) {
     const I* p = v + 4 * k;
-    const I a = _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
-    const I b = _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
+    const I a =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
+    const I b =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
     four[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   }
   const I a = _mm512_add_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),

@@ -17,9 +17,9 @@ using namespace ggml;
 
 int op_rms_norm, op_rope, op_set_rows, op_get_rows, op_attention, op_glu, op_add, op_scale;
 
-constexpr int kSwiglu = 2;                  // ggml_glu_op
+constexpr int kSwiglu = 2;  // ggml_glu_op
 constexpr int kRopeNormal = 0, kRopeNeox = 2;
-constexpr int64_t kSmall = 16384;           // numbers that are not worth waking threads for
+constexpr int64_t kSmall = 16384;  // numbers that are not worth waking threads for
 
 const float* floats(const Tensor* t) { return static_cast<const float*>(t->data); }
 float* floats(Tensor* t) { return static_cast<float*>(t->data); }
@@ -95,8 +95,8 @@ const float* rotations(const Tensor* node) {
   const float attention = number(node, 8), fast = number(node, 9), slow = number(node, 10);
   const float step = std::pow(base, -2.0f / static_cast<float>(dims));
   const float low = std::max(0.0f, std::floor(yarn_dimension(dims, context, fast, base)));
-  const float high = std::min(static_cast<float>(dims - 1),
-                              std::ceil(yarn_dimension(dims, context, slow, base)));
+  const float high =
+      std::min(static_cast<float>(dims - 1), std::ceil(yarn_dimension(dims, context, slow, base)));
   made->table.resize(static_cast<size_t>(tokens * dims));
   each_row(tokens, 32 * dims, [&](int64_t t) {
     float angle = static_cast<float>(positions[t]);
@@ -247,8 +247,9 @@ void set_rows(Tensor* node) {
   each_row(in->ne[1], in->ne[0], [&](int64_t i) {
     const int64_t to = at->type == kI64 ? static_cast<const int64_t*>(at->data)[i]
                                         : static_cast<const int32_t*>(at->data)[i];
-    kernels().to_half(row<const float>(in, i), in->ne[0],
-                      reinterpret_cast<uint16_t*>(static_cast<char*>(node->data) + to * node->nb[1]));
+    kernels().to_half(
+        row<const float>(in, i), in->ne[0],
+        reinterpret_cast<uint16_t*>(static_cast<char*>(node->data) + to * node->nb[1]));
   });
 }
 

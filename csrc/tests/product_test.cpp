@@ -8,6 +8,7 @@
 
 #include "../api.h"
 #include "../blocks.h"
+#include "../integer.h"
 #include "../kernels.h"
 #include "../noise.h"
 
@@ -104,6 +105,177 @@ void tiles(int64_t n) {
   for (size_t i = 0; i < a.size(); ++i) {
     check(std::fabs(a[i] - b[i]) <= 1e-6f * static_cast<float>(n), "tile", static_cast<int>(n));
   }
+}
+
+// The integer products of this arm against the scalar ones: the same bits.
+void integers(int type, int bits, int span) {
+  const Kernels &k = kernels(), &s = kernels_scalar;
+  const int64_t n = 512, rows = 13, groups = n / kGroup;
+  const int group = cell_group(type), L = k.lanes;
+  const int id = type * 1000 + bits * 10 + span;
+  const auto raw = random_rows(type, rows, n);
+  std::vector<uint8_t> plane(static_cast<size_t>(rows * plane_bytes(bits, n)) + 1);
+  for (auto& p : plane) p = static_cast<uint8_t>(random_bits());
+  std::vector<int16_t> q(static_cast<size_t>(rows * n)), qs(q);
+  std::vector<float> scale(static_cast<size_t>(16 * n / group)), offset(scale), scales(scale),
+      offsets(scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* p = &plane[static_cast<size_t>(r * plane_bytes(bits, n))];
+    const uint8_t* row = &raw[static_cast<size_t>(r * row_bytes(type, n))];
+    check(k.codes(type, row, n, bits, span, p, &q[static_cast<size_t>(r * n)],
+                  &scale[static_cast<size_t>(r)], &offset[static_cast<size_t>(r)], 16),
+          "codes", id);
+    s.codes(type, row, n, bits, span, p, &qs[static_cast<size_t>(r * n)],
+            &scales[static_cast<size_t>(r)], &offsets[static_cast<size_t>(r)], 16);
+    // scale * q + offset is the weight that `decode` and `add_plane` give.
+    std::vector<float> w(static_cast<size_t>(n)), cell(static_cast<size_t>(n));
+    s.decode(type, row, n, w.data());
+    s.cells(type, row, n, 0.0f, cell.data());
+    for (auto& c : cell) c = std::ldexp(c, span - bits);
+    if (bits) s.add_plane(bits, p, cell.data(), group, n, w.data());
+    for (int64_t j = 0; j < n; ++j) {
+      const size_t at = static_cast<size_t>(j / group * 16 + r);
+      const float v = scale[at] * q[static_cast<size_t>(r * n + j)] + offset[at];
+      check(std::fabs(v - w[static_cast<size_t>(j)]) <= 2e-6f, "codes against decode", id);
+      check(std::abs(q[static_cast<size_t>(r * n + j)]) < kCodeLimit, "a code too large", id);
+    }
+  }
+  check(q == qs && same(scale, scales) && same(offset, offsets), "codes differ", id);
+
+  std::vector<float> x(static_cast<size_t>(L * n)), step(static_cast<size_t>(L * groups)),
+      sum(step), steps(step), sums(step);
+  for (auto& v : x)
+    v = random_float() * std::ldexp(1.0f, static_cast<int>(random_bits() % 40) - 20);
+  std::vector<int16_t> xq(x.size()), xqs(x.size());
+  for (int64_t c = 0; c < L; ++c) {
+    k.quantize(&x[static_cast<size_t>(c * n)], n, &xq[static_cast<size_t>(c * n)],
+               &step[static_cast<size_t>(c * groups)], &sum[static_cast<size_t>(c * groups)]);
+    s.quantize(&x[static_cast<size_t>(c * n)], n, &xqs[static_cast<size_t>(c * n)],
+               &steps[static_cast<size_t>(c * groups)], &sums[static_cast<size_t>(c * groups)]);
+  }
+  check(xq == xqs && same(step, steps) && same(sum, sums), "quantize differs", id);
+  bool has_offset = false;
+  with_format(type, [&](auto* f) { has_offset = std::remove_pointer_t<decltype(f)>::offset; });
+  const Codes16 w{q.data(), n, scale.data(), has_offset ? offset.data() : nullptr, 16, group};
+  const int columns = L - 1;  // the last one is not there
+  std::vector<int16_t> panel(static_cast<size_t>(L * n));
+  k.interleave(xq.data(), n, columns, n, panel.data());
+  std::vector<float> ps(static_cast<size_t>(L * groups)), pt(ps),
+      out(static_cast<size_t>(rows * L));
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t g = 0; g < groups; ++g) {
+      ps[static_cast<size_t>(g * L + c)] = step[static_cast<size_t>(c * groups + g)];
+      pt[static_cast<size_t>(g * L + c)] = sum[static_cast<size_t>(c * groups + g)];
+    }
+  k.panel(w, rows, n, panel.data(), ps.data(), pt.data(), out.data());
+  for (int64_t c = 0; c < columns; ++c) {
+    std::vector<float> own(rows), exact(rows), placed(rows + 3, 7.0f);
+    const size_t at = static_cast<size_t>(c * groups);
+    k.column(w, rows, n, &xq[static_cast<size_t>(c * n)], &step[at], &sum[at], own.data());
+    s.column(w, rows, n, &xq[static_cast<size_t>(c * n)], &step[at], &sum[at], exact.data());
+    check(same(own, exact), "column differs", id);
+    std::vector<float> others(rows + 3);
+    std::vector<float*> ys(static_cast<size_t>(c + 1), others.data());
+    ys.back() = placed.data();
+    k.unpanel(out.data(), rows, static_cast<int>(c + 1), ys.data(), 1);
+    for (int64_t r = 0; r < rows; ++r) {
+      check(out[static_cast<size_t>(r * L + c)] == exact[static_cast<size_t>(r)], "panel differs",
+            id);
+      check(placed[static_cast<size_t>(r + 1)] == exact[static_cast<size_t>(r)], "unpanel", id);
+    }
+    check(placed[0] == 7.0f && placed[rows + 1] == 7.0f, "unpanel outside", id);
+  }
+}
+
+void extremes() {
+  const Kernels& k = kernels();
+  float x[kGroup] = {}, scale, sum;
+  int16_t q[kGroup];
+  for (float bad : {INFINITY, -INFINITY, NAN}) {
+    x[3] = bad;
+    k.quantize(x, kGroup, q, &scale, &sum);
+    check(std::isnan(scale), "what is not finite must show", 0);
+  }
+  for (float v : {0.0f, 1e-42f, 1e-30f, 1.0f, 3e38f}) {
+    x[3] = v;
+    x[4] = -v / 3;
+    k.quantize(x, kGroup, q, &scale, &sum);
+    check(std::fabs(scale * q[3] - v) <= v / 16384 + 1e-37f && std::isfinite(sum), "quantize", 0);
+    check(std::fabs(scale * q[4] + v / 3) <= v / 16384 + 1e-37f, "quantize", 1);
+  }
+  std::vector<int16_t> a(64), b(64);
+  uint32_t words[2] = {random_bits() * 77u, random_bits() * 91u};
+  k.signs(words, 64, a.data());
+  kernels_scalar.signs(words, 64, b.data());
+  check(a == b && a[0] * a[0] == 1, "signs", 0);
+}
+
+void graph(int64_t n) {
+  const Kernels &k = kernels(), &s = kernels_scalar;
+  std::vector<float> x(static_cast<size_t>(n)), g(x), a(x), b(x);
+  for (auto& v : x) v = 8 * random_float();
+  for (auto& v : g) v = random_float();
+  k.rms_norm(x.data(), n, 1e-5f, a.data());
+  s.rms_norm(x.data(), n, 1e-5f, b.data());
+  for (int64_t j = 0; j < n; ++j) check(std::fabs(a[j] - b[j]) <= 1e-6f, "rms_norm", (int)n);
+  k.swiglu(x.data(), g.data(), n, a.data());
+  s.swiglu(x.data(), g.data(), n, b.data());
+  for (int64_t j = 0; j < n; ++j) check(std::fabs(a[j] - b[j]) <= 4e-6f, "swiglu", (int)n);
+  std::vector<uint16_t> ha(static_cast<size_t>(n)), hb(ha);
+  for (auto& v : x)
+    v = random_float() * std::ldexp(1.0f, static_cast<int>(random_bits() % 48) - 28);
+  x[0] = 65520.0f;
+  k.to_half(x.data(), n, ha.data());
+  s.to_half(x.data(), n, hb.data());
+  check(ha == hb, "to_half", static_cast<int>(n));
+}
+
+// Attention against the scalar one; cells that nobody sees, and other heads, change no bit.
+void attention(int heads, int64_t cells, int64_t dk, int64_t dv, float softcap, bool extras) {
+  const int64_t room = (cells + 64 + 15) / 16 * 16;
+  std::vector<uint16_t> kv(static_cast<size_t>((cells + 64) * (dk + dv))), mask(cells + 64);
+  for (auto& v : kv) v = half_of(random_float());
+  for (int64_t c = 0; c < cells + 64; ++c)
+    mask[c] = c >= cells || c % 5 == 3 ? kMinusInfinity : half_of(extras ? -0.25f * (c % 3) : 0.0f);
+  std::vector<float> q(static_cast<size_t>(heads * dk)), a(heads * dv), b(a), c(a),
+      scores(heads * room);
+  for (auto& v : q) v = 3 * random_float();
+  std::vector<const float*> qs;
+  std::vector<float> slope(heads), sink(heads);
+  for (int h = 0; h < heads; ++h) {
+    qs.push_back(&q[static_cast<size_t>(h * dk)]);
+    slope[h] = 0.5f + h;
+    sink[h] = 0.1f * h;
+  }
+  const auto run = [&](const Kernels& k, int first, int count, int64_t n, std::vector<float>& out) {
+    std::vector<float*> outs;
+    for (int h = 0; h < heads; ++h) outs.push_back(&out[static_cast<size_t>(h * dv)]);
+    Attend t{};
+    t.heads = count;
+    t.cells = n;
+    t.dk = dk;
+    t.dv = dv;
+    t.q = &qs[static_cast<size_t>(first)];
+    t.k = kv.data();
+    t.v = kv.data() + dk;
+    t.k_stride = t.v_stride = dk + dv;
+    t.mask = mask.data();
+    t.scale = 0.3f;
+    t.softcap = softcap;
+    t.slope = extras ? &slope[static_cast<size_t>(first)] : nullptr;
+    t.sink = extras ? &sink[static_cast<size_t>(first)] : nullptr;
+    t.scores = scores.data();
+    t.room = room;
+    t.out = &outs[static_cast<size_t>(first)];
+    k.attend(t);
+  };
+  run(kernels(), 0, heads, cells, a);
+  run(kernels_scalar, 0, heads, cells, b);
+  for (size_t i = 0; i < a.size(); ++i) check(std::fabs(a[i] - b[i]) <= 2e-5f, "attend", heads);
+  run(kernels(), 0, heads, cells + 64, c);
+  check(same(a, c), "unseen cells show in attention", heads);
+  for (int h = 0; h < heads; ++h) run(kernels(), h, 1, cells, c);
+  check(same(a, c), "other heads show in attention", heads);
 }
 
 struct Case {
@@ -204,7 +376,8 @@ void products(int type, int kind, int rank, int view, int heads) {
         sum += term;
         size += std::fabs(term);
       }
-      check(std::fabs(sum - ys[i][r]) <= 1e-5 * (size + 1), "row against product", id);
+      // Activations are rounded to 2^-14 of the largest of their group.
+      check(std::fabs(sum - ys[i][r]) <= 3e-5 * (size + 1), "row against product", id);
     }
 }
 
@@ -215,6 +388,19 @@ int main() {
   for (int type : kTypes) codecs(type, 768);
   for (int64_t cols : {1, 31, 33, 77}) codecs(kTypeF16, cols);
   for (int64_t n : {1, 7, 16, 33, 257}) tiles(n);
+  for (int type : kTypes) {
+    if (is_float(type)) continue;
+    for (int bits : {0, 2, 4}) integers(type, bits, 0);
+    integers(type, 4, 5);
+    integers(type, 4, 7);
+  }
+  integers(kTypeQ4_1, 8, 0);
+  extremes();
+  for (int64_t n : {1, 15, 64, 577}) graph(n);
+  attention(3, 77, 64, 64, 0.0f, false);
+  attention(1, 1, 64, 64, 0.0f, false);
+  attention(8, 40, 128, 128, 0.0f, true);
+  attention(5, 33, 40, 36, 5.0f, true);
   for (int type : kTypes)
     for (int view = 0; view < 3; ++view) products(type, EDGEES_NOISE_LOWRANK, 2, view, 4);
   for (int view = 0; view < 3; ++view) products(kTypeQ4_1, EDGEES_NOISE_LOWRANK, 1, view, 0);
