@@ -71,6 +71,9 @@ struct Kernels {
   // may be made in several calls, from its first group to its last.
   void (*panel)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                 const float* sum, float* out);
+  // n steps of the panel kernel's own multiply-adds on registers alone; returns how many numbers were
+  // multiplied. What a product can be measured against.
+  int64_t (*peak)(int64_t n);
   // exact. y[c][first + row] = from[row * lanes + c] for at most 16 rows and `count` columns.
   void (*unpanel)(const float* from, int rows, int count, float* const* y, int64_t first);
   // exact, and the same numbers: y[row] += rows times one column as `quantize` leaves it.

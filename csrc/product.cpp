@@ -10,6 +10,7 @@
 #include "product.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -512,6 +513,12 @@ int edgees_product(const edgees_tensor* t, const edgees_noise_kind* noise,
   Columns columns;
   columns.set(x, n, t->cols);
   return product(*t, *noise, members, member, columns, y);
+}
+
+int64_t edgees_peak(int64_t n) {
+  std::atomic<int64_t> total{0};
+  parallel_for(edgees::threads(), [&](int64_t, int) { total += kernels().peak(n); });
+  return total;
 }
 
 int edgees_row(const edgees_tensor* t, const edgees_noise_kind* noise, const edgees_member* member,

@@ -69,6 +69,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "edgees_cell_group": (_i32, [_i32]),
     "edgees_cells": (_i32, [_i32, _ptr, _i64, _i64, _f32, _ptr]),
     "edgees_effective": (_i32, [_i32, _ptr, _i64, _i64, _i32, _ptr, _i32, _f32, _ptr]),
+    "edgees_peak": (_i64, [_i64]),
     "edgees_product": (_i32, [_ptr, _ptr, _ptr, _ptr, _i64, _ptr, _ptr]),
     "edgees_row": (_i32, [_ptr, _ptr, _ptr, _i64, _ptr]),
     "edgees_vector": (_i32, [_ptr, _ptr, _ptr, _ptr]),

@@ -100,6 +100,25 @@ def test_member_equals_stock_llamacpp_on_the_written_weights(tmp_path: Path, arc
         assert far > 10 * LOGITS  # the three are three models, not one
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_how_a_text_is_cut_changes_no_bit(tmp_path: Path, arch: str) -> None:
+    """What exact speculation rests on: many tokens in one call are the same tokens one by one."""
+    path = tiny_gguf(tmp_path / "m.gguf", arch, quant="Q4_1")
+    with LlamaCppEngine(path, parallel=3) as engine:
+        attach(engine, tmp_path)
+        m = member(1, 0.1)
+        whole = engine.logits(TOKENS, m)
+        for cuts in ([1] * len(TOKENS), [2, 1, 4, 2], [8, 1]):
+            ctx = engine._need(64, 3)
+            ctx.trim(0, 0)
+            at, rows = 0, []
+            for n in cuts:
+                got = ctx.decode([0], [TOKENS[at : at + n]], [m], [[True] * n], [at])
+                rows += [engine._row(r).copy() for r in got]
+                at += n
+            assert np.array_equal(np.array(rows), whole), cuts
+
+
 @pytest.mark.parametrize("kind,rank", [("lowrank", 3), ("sign", 1), ("normal", 1)])
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "Q4_K_M", "F16"])
 def test_every_noise_and_codec(tmp_path: Path, kind: str, rank: int, quant: str) -> None:

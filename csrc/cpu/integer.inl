@@ -379,6 +379,35 @@ static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const
   panel_of<32, false>(w, rows, n, x, scale, sum, out);
 }
 
+static int64_t peak(int64_t n) {
+  constexpr int R = 10;  // sums in registers: enough to hide the latency
+  alignas(64) static const int16_t one[2 * L] = {1, 1};
+  I acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = zero_i();
+  auto x = load_i(one);
+  for (int64_t i = 0; i < n; ++i) {
+#if defined(EDGEES_ARM_NEON)
+    for (int r = 0; r < R; ++r) acc[r] = pair_add(acc[r], x, one);
+    __asm__ volatile("" : "+w"(x));
+#else
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[r] = dot_add(acc[r], x, x);
+    __asm__ volatile("" : "+v"(x));
+#endif
+  }
+  I all = acc[0];
+#if defined(EDGEES_ARM_NEON)
+  for (int r = 1; r < R; ++r) all = vaddq_s32(all, acc[r]);
+#elif defined(EDGEES_ARM_AVX512)
+  for (int r = 1; r < R; ++r) all = _mm512_add_epi32(all, acc[r]);
+#else
+  for (int r = 1; r < R; ++r) all = _mm256_add_epi32(all, acc[r]);
+#endif
+  alignas(64) float out[L];
+  store(out, to_float(all));
+  return out[0] < 0 ? 0 : n * R * 2 * L;
+}
+
 static void unpanel(const float* from, int rows, int count, float* const* y, int64_t first) {
 #if defined(EDGEES_ARM_AVX512)
   // Four rows at a time: lane 4k + r of v[c] is row r of column 4k + c.

@@ -91,6 +91,13 @@ static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const
     }
 }
 
+static int64_t peak(int64_t n) {
+  volatile int32_t x = 3;
+  int32_t acc = 0;
+  for (int64_t i = 0; i < n; ++i) acc += x * 5;
+  return acc == 1 ? 0 : n;
+}
+
 static void unpanel(const float* from, int rows, int count, float* const* y, int64_t first) {
   for (int c = 0; c < count; ++c)
     for (int r = 0; r < rows; ++r) y[c][first + r] = from[r * L + c];

@@ -172,6 +172,7 @@ class _Context:
     def __init__(self, engine: LlamaCppEngine, length: int, parallel: int, micro: int, threads: int) -> None:
         self.engine, self.api = engine, engine.api
         self.length, self.parallel, self.micro = length, parallel, micro
+        self.seamless = not engine.plain  # our attention and products: see csrc/llama/ops.h
         self.outputs = min(max(OUTPUT_BYTES // (4 * engine.vocabulary), parallel), micro)
         api = self.api
         params = set_fields(

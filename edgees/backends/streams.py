@@ -19,6 +19,10 @@ from edgees.backends.base import Completion, Member, Progress, Request, Score
 
 SHARED_PREFIX = 16
 """Shorter common beginnings are computed again: copying a stream costs about as much."""
+FEW_STREAMS = 4
+"""So few running sequences leave room in a call: finished answers to the same prompt then draft what comes next."""
+DRAFT = 7
+"""Tokens that may be drafted at a time."""
 
 Target = tuple[Member, tuple[int, ...], tuple[int, ...]]
 
@@ -27,11 +31,13 @@ class Streams(Protocol):
     """What the scheduler needs of an engine's context.
 
     parallel: number of streams; micro: tokens per call; outputs: rows of logits per call, at least ``parallel``.
+    seamless: how a text is cut into calls changes no bit of it.
     """
 
     parallel: int
     micro: int
     outputs: int
+    seamless: bool
 
     def copy(self, source: int, target: int) -> None:
         """Make stream ``target`` a copy of ``source``."""
@@ -85,6 +91,11 @@ class Job:
     data: bytearray = field(default_factory=bytearray)
     outcome: str = ""
     rows: list[float] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        assert self.request
+        return self.request.prompt
 
     @property
     def reusable(self) -> int:
@@ -193,6 +204,8 @@ class Scheduler:
         self.streams, self.text = streams, text
         self.slots = [Slot(i) for i in range(streams.parallel)]
         self.tokens = 0
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        """The last finished answer to each prompt: a draft for the other members'."""
 
     def forget(self) -> None:
         """The weights have changed: no stream's keys and values can be taken over any more."""
@@ -203,6 +216,7 @@ class Scheduler:
         """Generate until every job has its outcome."""
         queue = iter(sorted(jobs, key=order))
         done, self.tokens = 0, 0
+        self.answers.clear()
         while True:
             fresh = self._admit_all(queue)
             if fresh:
@@ -217,18 +231,23 @@ class Scheduler:
                 return
             for run in runs(running):
                 jobs_of = [s.job for s in run if s.job]
-                new = [[j.generated[-1]] for j in jobs_of]
+                new = self._new_tokens(jobs_of, self.streams.seamless and len(running) <= FEW_STREAMS)
+                width = len(new[0])
                 rows = self.streams.decode(
                     [s.id for s in run],
                     new,
                     [j.member for j in jobs_of],
-                    [[True]] * len(run),
+                    [[True] * width] * len(run),
                     [len(s.held) for s in run],
                 )
-                for slot, token in zip(run, new, strict=True):
-                    slot.held = slot.held + token
-                self.tokens += len(run)
-                done += self._absorb(run, self.text.sample(jobs_of, rows))
+                self.tokens += len(run) * width
+                if width == 1:
+                    for slot, tokens in zip(run, new, strict=True):
+                        slot.held = slot.held + tokens
+                    done += self._absorb(run, self.text.sample(jobs_of, rows))
+                    continue
+                for i, (slot, tokens) in enumerate(zip(run, new, strict=True)):
+                    done += self._verify(slot, tokens, rows[i * width : (i + 1) * width])
             if progress:
                 progress(done, self.tokens)
 
@@ -253,11 +272,47 @@ class Scheduler:
         return [Score(sum(j.rows), len(j.rows)) for j in jobs]
 
     # ---- parts
+    def _new_tokens(self, jobs: Sequence[Job], draft: bool) -> list[list[int]]:
+        """What each job is to go on with, all of one length: its last token, and perhaps a guess at the next ones."""
+        last = [[j.generated[-1]] for j in jobs]
+        guesses = [self._guess(j) for j in jobs] if draft else []
+        width = min(map(len, guesses), default=0)
+        return [a + b[:width] for a, b in zip(last, guesses, strict=True)] if width else last
+
+    def _guess(self, job: Job) -> list[int]:
+        """How another member's answer to the same prompt goes on from here."""
+        answer = self.answers.get(job.prompt)
+        if not answer:
+            return []
+        n = len(job.generated)
+        room = min(DRAFT, job.limit - n - 1)
+        if answer[:n] == job.generated:
+            return answer[n : n + room]
+        for at in range(len(answer) - 2, 0, -1):
+            if answer[at - 1 : at + 1] == job.generated[-2:]:
+                return answer[at + 1 : at + 1 + room]
+        return []
+
+    def _verify(self, slot: Slot, tokens: list[int], rows: np.ndarray) -> int:
+        """Accept drafted tokens as far as the job would have sampled them itself; 1 when it is finished."""
+        job = slot.job
+        assert job
+        for k in range(len(tokens)):
+            [token] = self.text.sample([job], rows[k : k + 1])
+            done = self._absorb([slot], [token])
+            if done or k + 1 == len(tokens) or token != tokens[k + 1]:
+                break
+        slot.held = slot.held + tokens[: k + 1]
+        if k + 1 < len(tokens):
+            self.streams.trim(slot.id, len(slot.held))
+        return done
+
     def _absorb(self, slots: Sequence[Slot], tokens: Sequence[int]) -> int:
         done = 0
         for slot, token in zip(slots, tokens, strict=True):
             assert slot.job
             if slot.job.append(token, self.text):
+                self.answers[slot.job.prompt] = slot.job.generated
                 slot.job = None
                 done += 1
         return done
@@ -316,9 +371,9 @@ class Scheduler:
     def _piece(self, run: list[Slot]) -> tuple[list[Slot], int]:
         """The next call for neighbouring streams: how many of them, and how many tokens of each, so as to fill it.
 
-        Bounded by the tokens of a call and by the rows of logits that it may yield. No piece is, or leaves, a single
-        token of a longer text: llama.cpp attends to a single token with another kernel, whose sums differ in the last
-        bit, and then it would show how a text was cut.
+        Bounded by the tokens of a call and by the rows of logits that it may yield. Where cuts show, no piece is, or
+        leaves, a single token of a longer text: llama.cpp attends to a single token with another kernel, whose sums
+        differ in the last bit.
         """
         best: tuple[list[Slot], int] = (run[:1], 1)
         count = min(len(run), self.streams.micro)
@@ -335,7 +390,7 @@ class Scheduler:
         missing = [s.missing for s in group]
         for width in range(min(min(missing), self.streams.micro // len(group)), 0, -1):
             whole = all(m == width for m in missing)
-            if (width > 1 and all(m - width != 1 for m in missing)) or whole:
+            if self.streams.seamless or (width > 1 and all(m - width != 1 for m in missing)) or whole:
                 wanted = sum(sum(s.job.wanted(len(s.held), width)) for s in group if s.job)
                 if wanted <= self.streams.outputs:
                     return width
