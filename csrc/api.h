@@ -101,7 +101,8 @@ struct edgees_noise_kind {
 int edgees_product(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                    const struct edgees_member* members, const int32_t* member, int64_t n,
                    const float* const* x, float* const* y);
-// All threads run n steps of the arm's multiply-adds on registers; how many numbers were multiplied.
+// All threads run n steps of the arm's multiply-adds on registers; how many numbers were
+// multiplied.
 int64_t edgees_peak(int64_t n);
 // One row of the member's matrix (embedding lookup): out[cols]; row is a file row.
 int edgees_row(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,

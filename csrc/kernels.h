@@ -67,14 +67,17 @@ struct Kernels {
                 int16_t* q, float* scale, float* offset, int64_t stride);
   // exact. The +-1 of packed signs as integers, n a multiple of 32.
   void (*signs)(const uint32_t* words, int64_t n, int16_t* q);
-  // exact. out[row * lanes + column] += rows times a panel; scale and sum are [group][lanes]. A dot
-  // may be made in several calls, from its first group to its last.
-  void (*panel)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
-                const float* sum, float* out);
-  // n steps of the panel kernel's own multiply-adds on registers alone; returns how many numbers were
-  // multiplied. What a product can be measured against.
+  // exact. out[row * lanes + column] = (add: +=) rows times a panel; scale and sum are
+  // [group][lanes]. A dot may be made in several calls, from its first group to its last.
+  void (*panel)(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
+                const float* scale, const float* sum, float* out);
+  // n steps of the panel kernel's own multiply-adds on registers alone; returns how many numbers
+  // were multiplied. What a product can be measured against.
   int64_t (*peak)(int64_t n);
-  // exact. y[c][first + row] = from[row * lanes + c] for at most 16 rows and `count` columns.
+  // exact. out[r * lanes + c] += bit row + r of column c ? -by[c] : by[c]; words[word][lanes].
+  void (*add_panel_signs)(float* out, int rows, int64_t row, const uint32_t* words,
+                          const float* by);
+  // exact. y[c][first + row] = from[row * lanes + c] for `count` columns.
   void (*unpanel)(const float* from, int rows, int count, float* const* y, int64_t first);
   // exact, and the same numbers: y[row] += rows times one column as `quantize` leaves it.
   void (*column)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,

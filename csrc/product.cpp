@@ -62,7 +62,16 @@ void decode_rows(const edgees_tensor& t, int64_t row, int64_t n, float* scratch,
   }
 }
 
-// Left factor k of a member as packed signs in file order.
+// Bits of a word, each followed by an empty one.
+uint64_t spread(uint64_t v) {
+  v = (v | v << 16) & 0x0000FFFF0000FFFFu;
+  v = (v | v << 8) & 0x00FF00FF00FF00FFu;
+  v = (v | v << 4) & 0x0F0F0F0F0F0F0F0Fu;
+  v = (v | v << 2) & 0x3333333333333333u;
+  return (v | v << 1) & 0x5555555555555555u;
+}
+
+// Left factor k of a member as packed signs in file order (`canonical_row`: halves interleaved).
 void left_words(const edgees_tensor& t, uint64_t key, int k, uint32_t* words) {
   const uint32_t stream = kStreamLeft + static_cast<uint32_t>(k);
   if (!t.heads) {
@@ -72,6 +81,16 @@ void left_words(const edgees_tensor& t, uint64_t key, int k, uint32_t* words) {
   static thread_local std::vector<uint32_t> canonical;
   canonical.resize(static_cast<size_t>(sign_word_count(t.rows)));
   sign_words(key, 0, t.id, stream, t.rows, canonical.data());
+  const int64_t half = t.rows / t.heads / 2;
+  if (half % 32 == 0) {
+    for (int64_t h = 0; h < t.heads; ++h)
+      for (int64_t j = 0; j < half; j += 32) {
+        const uint32_t* from = &canonical[static_cast<size_t>((2 * h * half + j) / 32)];
+        const uint64_t both = spread(from[0]) | spread(from[half / 32]) << 1;
+        memcpy(words + (2 * h * half + 2 * j) / 32, &both, 8);
+      }
+    return;
+  }
   std::fill(words, words + sign_word_count(t.rows), 0u);
   for (int64_t r = 0; r < t.rows; ++r) {
     if (sign_bit(canonical.data(), canonical_row(r, t.rows, t.heads))) {
@@ -165,13 +184,21 @@ class Product {
     if (lowrank && perturbed_) {
       const int rank = noise_.rank;
       left_.resize(w_.owners.size() * static_cast<size_t>(rank * sign_word_count(t_.rows)));
+      if (in_panels()) {
+        panel_left_.resize(
+            static_cast<size_t>(panels() * lanes_ * rank * sign_word_count(t_.rows)));
+        panel_by_.assign(static_cast<size_t>(panels() * lanes_ * rank), 0.0f);
+      }
       if (!t_.factors) dots_.resize(static_cast<size_t>(n_ * rank));
       each(static_cast<int64_t>(w_.owners.size()), !few_, [&](int64_t i) { signs_of(i); });
     }
-    const int64_t fits = std::max<int64_t>(32, kCache / (t_.cols * (integers_ ? 2 : 4)) / 32 * 32);
+    const int64_t fits = std::max<int64_t>(32, kCache / (t_.cols * 4) / 32 * 32);
     const int64_t parts = 4 * edgees::threads();
     const int64_t share = round_up((t_.rows + parts - 1) / parts, 32);
-    const int64_t block = few_ ? 32 : std::min<int64_t>({fits, share, 96});
+    const int64_t block = few_                       ? 32
+                          : integers_ && !t_.factors ? kPanelRows
+                          : integers_                ? 96
+                                                     : std::min<int64_t>({fits, share, 96});
     const int64_t per_task = few_ ? share : block;
     parallel_for((t_.rows + per_task - 1) / per_task, [&](int64_t i, int) {
       const int64_t end = std::min(t_.rows, (i + 1) * per_task);
@@ -182,9 +209,9 @@ class Product {
 
  private:
   static constexpr int64_t kChunk = 32;  // columns of a task
-  static constexpr int kStride = 16;     // rows whose scales lie side by side
-  static constexpr int kPanelRows =
-      12;  // rows that the panel kernels take at once, or thirds of it
+  static constexpr int kPanelRows = 24;  // rows decoded at once: a multiple of what panels take
+  static constexpr int kSignRows = 12;   // the same for dense signs
+  static constexpr int kStride = kPanelRows;
 
   template <class Body>
   static void each(int64_t n, bool threads, Body body) {
@@ -267,19 +294,42 @@ class Product {
     const int64_t words = sign_word_count(t_.rows);
     uint32_t* left = &left_[static_cast<size_t>(i * rank * words)];
     for (int k = 0; k < rank; ++k) left_words(t_, o.member->key, k, left + k * words);
-    if (t_.factors) return;
     uint32_t* right = room(buffers.words, sign_word_count(t_.cols));
     for (int k = 0; k < rank; ++k) {
-      sign_words(o.member->key, 0, t_.id, kStreamRight + static_cast<uint32_t>(k), t_.cols, right);
+      if (!t_.factors) {
+        sign_words(o.member->key, 0, t_.id, kStreamRight + static_cast<uint32_t>(k), t_.cols,
+                   right);
+      }
       for (int64_t j = o.first; j < o.first + o.count; ++j) {
         const int64_t c = w_.order[static_cast<size_t>(j)];
-        dots_[static_cast<size_t>(c * rank + k)] =
-            kernels().sign_dot(right, in_.x[static_cast<size_t>(c)], t_.cols);
+        if (!t_.factors) {
+          dots_[static_cast<size_t>(c * rank + k)] =
+              kernels().sign_dot(right, in_.x[static_cast<size_t>(c)], t_.cols);
+        }
+        if (!in_panels()) continue;
+        const int64_t at = c / lanes_ * rank + k, lane = c % lanes_;
+        panel_by_[static_cast<size_t>(at * lanes_ + lane)] = coefficient(o, c, k);
+        uint32_t* to = &panel_left_[static_cast<size_t>(at * words * lanes_ + lane)];
+        for (int64_t i = 0; i < words; ++i) to[i * lanes_] = left[k * words + i];
       }
     }
   }
 
-  // One block of rows for all columns; row is a multiple of 32.
+  // Lowrank noise is added to whole panels, or to columns where these are few or floats.
+  bool in_panels() const { return integers_ && !few_ && !t_.factors; }
+
+  // What the left signs of a member's factor k are multiplied with, for its column c.
+  float coefficient(const Owner& o, int64_t c, int k) const {
+    const int rank = noise_.rank;
+    const int64_t at =
+        t_.factors ? c * t_.factors +
+                         static_cast<int64_t>((static_cast<uint64_t>(o.member->slot) * rank + k) %
+                                              static_cast<uint64_t>(t_.factors))
+                   : c * rank + k;
+    return o.c * noise_scale(noise_.kind, rank, false) * dots_[static_cast<size_t>(at)];
+  }
+
+  // One block of rows for all columns; row is a multiple of 32 where signs are added by column.
   void rows(int64_t row, int64_t n) {
     Buffers& b = buffers;
     b.at.resize(static_cast<size_t>(n_));
@@ -299,7 +349,7 @@ class Product {
     }
     if (!perturbed_) return;
     if (noise_.kind == EDGEES_NOISE_LOWRANK) {
-      add_lowrank(row, n);
+      if (!in_panels()) add_lowrank(row, n);
     } else {
       for (const Owner& o : w_.owners)
         if (o.c != 0.0f) add_dense_rows(o, row, n);
@@ -311,8 +361,8 @@ class Product {
   void integer_rows(int64_t row, int64_t n) {
     Buffers& b = buffers;
     const int64_t planes = plane_bytes(t_.bits, t_.cols), step = piece();
-    const int group = cell_group(t_.type), at_once = few_ ? kStride : kPanelRows;
-    int16_t* q = room(b.codes, kStride * step);
+    const int group = cell_group(t_.type), at_once = few_ ? 16 : kPanelRows;
+    int16_t* q = room(b.codes, kPanelRows * step);
     float* scale = room(b.scale, kStride * step / group);
     float* offset = room(b.offset, kStride * step / group);
     const Codes16 w{q, step, scale, has_offset() ? offset : nullptr, kStride, group};
@@ -321,8 +371,6 @@ class Product {
       const int64_t some = std::min<int64_t>(at_once, n - first);
       if (few_) {
         for (int64_t c = 0; c < n_; ++c) std::fill_n(b.at[c] + first, some, 0.0f);
-      } else {
-        std::fill_n(out, kPanelRows * panels() * lanes_, 0.0f);
       }
       for (int64_t k = 0; k < t_.cols; k += step) {
         const int64_t width = std::min(step, t_.cols - k), g = k / kGroup;
@@ -344,14 +392,22 @@ class Product {
         } else {
           for (int64_t p = 0; p < panels(); ++p) {
             kernels().panel(
-                w, static_cast<int>(some), width, &in_.panels_[(p * t_.cols + k) * lanes_],
+                w, k != 0, static_cast<int>(some), width, &in_.panels_[(p * t_.cols + k) * lanes_],
                 &in_.panel_scale_[(p * groups_ + g) * lanes_],
                 &in_.panel_sum_[(p * groups_ + g) * lanes_], out + p * kPanelRows * lanes_);
           }
         }
       }
       if (few_) continue;
+      const bool noisy = perturbed_ && noise_.kind == EDGEES_NOISE_LOWRANK && in_panels();
+      const int64_t words = sign_word_count(t_.rows);
       for (int64_t p = 0; p < panels(); ++p) {
+        for (int k = 0; noisy && k < noise_.rank; ++k) {
+          const int64_t at = p * noise_.rank + k;
+          kernels().add_panel_signs(out + p * kPanelRows * lanes_, static_cast<int>(some),
+                                    row + first, &panel_left_[at * words * lanes_],
+                                    &panel_by_[at * lanes_]);
+        }
         kernels().unpanel(out + p * kPanelRows * lanes_, static_cast<int>(some),
                           static_cast<int>(std::min(lanes_, n_ - p * lanes_)),
                           &b.at[static_cast<size_t>(p * lanes_)], first);
@@ -359,10 +415,14 @@ class Product {
     }
   }
 
-  // Weights of a row that are multiplied at a time: about 512, whole blocks.
+  // Weights of a row that are multiplied at a time, whole blocks: kPanelRows of them and a panel of
+  // as many activations fit the nearest cache together.
   int64_t piece() const {
-    const int64_t pieces = (t_.cols + 639) / 640;
-    return std::min(t_.cols, round_up((t_.cols + pieces - 1) / pieces, 256));
+    int64_t block = kGroup;
+    with_format(t_.type,
+                [&](auto* format) { block = std::remove_pointer_t<decltype(format)>::weights; });
+    const int64_t most = few_ ? 640 : 320, pieces = (t_.cols + most - 1) / most;
+    return std::min(t_.cols, round_up((t_.cols + pieces - 1) / pieces, block));
   }
   int64_t row_bytes_before(int64_t k) const { return k ? row_bytes(t_.type, k) : 0; }
 
@@ -377,23 +437,14 @@ class Product {
   void add_lowrank(int64_t row, int64_t n) {
     const int rank = noise_.rank;
     const int64_t words = sign_word_count(t_.rows);
-    const float scale = noise_scale(noise_.kind, rank, false);
     for (size_t i = 0; i < w_.owners.size(); ++i) {
       const Owner& o = w_.owners[i];
       if (o.c == 0.0f) continue;
-      const float cs = o.c * scale;
       const uint32_t* left = &left_[i * static_cast<size_t>(rank * words)] + row / 32;
       for (int64_t j = o.first; j < o.first + o.count; ++j) {
         const int64_t c = w_.order[static_cast<size_t>(j)];
         for (int k = 0; k < rank; ++k) {
-          const int64_t at =
-              t_.factors
-                  ? c * t_.factors +
-                        static_cast<int64_t>((static_cast<uint64_t>(o.member->slot) * rank + k) %
-                                             static_cast<uint64_t>(t_.factors))
-                  : c * rank + k;
-          kernels().add_signs(y_[c] + row, n, left + k * words,
-                              cs * dots_[static_cast<size_t>(at)]);
+          kernels().add_signs(y_[c] + row, n, left + k * words, coefficient(o, c, k));
         }
       }
     }
@@ -428,8 +479,8 @@ class Product {
     uint32_t* words = room(b.words, sign_word_count(t_.cols));
     float* out = room(b.part, kStride * lanes_);
     const int64_t few = std::max<int64_t>(1, lanes_ / 4);
-    for (int64_t first = 0; first < n; first += kPanelRows) {
-      const int64_t some = std::min<int64_t>(kPanelRows, n - first);
+    for (int64_t first = 0; first < n; first += kSignRows) {
+      const int64_t some = std::min<int64_t>(kSignRows, n - first);
       for (int64_t r = 0; r < some; ++r) {
         const int64_t at = canonical_row(row + first + r, t_.rows, t_.heads);
         sign_words(o.member->key, static_cast<uint32_t>(at), t_.id, kStreamSign, t_.cols, words);
@@ -437,8 +488,8 @@ class Product {
       }
       for (int64_t j = o.first; j < o.first + o.count;) {
         const int64_t left = o.first + o.count - j;
-        std::fill_n(out, kStride * lanes_, 0.0f);
         if (left <= few) {
+          std::fill_n(out, some, 0.0f);
           const int64_t c = w_.order[static_cast<size_t>(j++)];
           kernels().column(w, static_cast<int>(some), t_.cols, &in_.q_[c * t_.cols],
                            &in_.scale_[c * groups_], &in_.sum_[c * groups_], out);
@@ -447,8 +498,8 @@ class Product {
         }
         const int64_t count = std::min(left, lanes_);
         gather(&w_.order[static_cast<size_t>(j)], count);
-        kernels().panel(w, static_cast<int>(some), t_.cols, b.panel.data(), b.panel_scale.data(),
-                        b.panel_sum.data(), out);
+        kernels().panel(w, false, static_cast<int>(some), t_.cols, b.panel.data(),
+                        b.panel_scale.data(), b.panel_sum.data(), out);
         for (int64_t k = 0; k < count; ++k) {
           float* y = b.at[static_cast<size_t>(w_.order[static_cast<size_t>(j + k)])] + first;
           for (int64_t r = 0; r < some; ++r) y[r] += out[r * lanes_ + k];
@@ -489,8 +540,10 @@ class Product {
   const bool integers_, few_;
   bool perturbed_ = false, sign_integers_ = false;
   Work w_;
-  std::vector<uint32_t> left_;  // [owner][rank][words]
-  std::vector<float> dots_;     // [column][rank] (lowrank) or [column][factors] (adapter)
+  std::vector<uint32_t> left_;        // [owner][rank][words]
+  std::vector<uint32_t> panel_left_;  // [panel][rank][words][lanes]
+  std::vector<float> panel_by_;       // [panel][rank][lanes]
+  std::vector<float> dots_;           // [column][rank] (lowrank) or [column][factors] (adapter)
 };
 
 int product(const edgees_tensor& t, const edgees_noise_kind& noise, const edgees_member* members,

@@ -2,15 +2,15 @@
 
     python scripts/bench.py WHAT... [--model M] [--rounds N] [--json] [--torch-python PYTHON]
 
-``rollout``: a batch of sequences of different members against stock llama.cpp without any perturbation, on the same file
-and on the fastest type of the model here; one member against many; the product against the machine's own peak.
+``rollout``: a batch of sequences of different members against stock llama.cpp without any perturbation, on the same
+file and on the fastest type of the model here; one member against many; the product against the machine's own peak.
 ``prompt``: prompts. ``decode``: one sequence, plain and with drafts. ``update``: a step of the weights against the
 generation that led to it. ``generation``: the same generation with torch and transformers, adding noise to float
-weights and taking it off again (``--torch-python`` names an interpreter that has both). ``memory``: peak resident set of
-``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion weights.
+weights and taking it off again (``--torch-python`` names an interpreter that has both). ``memory``: peak resident set
+of ``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion weights.
 
-Stock llama.cpp runs with flash attention off and on: the faster one counts. ratio > 1: we are better. Let the machine be
-idle otherwise: neighbours cost up to half of everything, which is why only ratios within a run are compared.
+Stock llama.cpp runs with flash attention off and on: the faster one counts. ratio > 1: we are better. Let the machine
+be idle otherwise: neighbours cost up to half of everything, which is why only ratios within a run are compared.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def rollout(path: Path, rounds: int, _: argparse.Namespace) -> Iterator[Figure]:
     for r in runners.values():
         r.close()
     yield from against_best_type(path, rounds)
-    yield share_of_peak(rounds)
+    for columns in (32, 64, 256):
+        yield share_of_peak(rounds, columns)
 
 
 def against_best_type(path: Path, rounds: int) -> Iterator[Figure]:
@@ -246,7 +247,7 @@ SHAPES = ((576, 576, 2), (192, 576, 2), (1536, 576, 2), (576, 1536, 1))
 """Rows, columns and how many there are of them in a layer of SmolLM2-135M."""
 
 
-def share_of_peak(rounds: int, columns: int = 64) -> Figure:
+def share_of_peak(rounds: int, columns: int) -> Figure:
     """A layer's products (Q4_1 with 4-bit planes, every column its own member) against multiply-adds on registers."""
     library, rng = native.lib(), np.random.default_rng(0)
     kind = native.NoiseKind(1, 1)
@@ -282,7 +283,8 @@ def share_of_peak(rounds: int, columns: int = 64) -> Figure:
         return float(library.edgees_peak(20_000_000)) / (time.perf_counter() - begin) / 1e9
 
     median = alternate({"products": products, "peak": peak}, rounds)
-    return figure("rollout_share_of_peak", median["products"], median["peak"], "G multiply-adds/s", rounds)
+    name = "rollout_share_of_peak" + ("" if columns == 64 else f"_{columns}")
+    return figure(name, median["products"], median["peak"], "G multiply-adds/s", rounds, columns=columns)
 
 
 def prompt(path: Path, rounds: int, _: argparse.Namespace) -> Iterator[Figure]:

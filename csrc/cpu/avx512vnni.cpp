@@ -38,9 +38,9 @@ namespace {
 #include "product.inl"
 }  // namespace
 const Kernels kernels_avx512vnni = {
-    "avx512vnni", L,      philox,   add_signs,  add_normals, sign_dot, decode,   cells,
-    add_plane,    tile,   quantize, interleave, codes,       signs,    panel,    peak,
-    unpanel,      column, to_half,  rms_norm,   swiglu,      attend,   decay_add};
+    "avx512vnni",    L,       philox,   add_signs,  add_normals, sign_dot, decode, cells,
+    add_plane,       tile,    quantize, interleave, codes,       signs,    panel,  peak,
+    add_panel_signs, unpanel, column,   to_half,    rms_norm,    swiglu,   attend, decay_add};
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -328,10 +328,10 @@ static void signs(const uint32_t* words, int64_t n, int16_t* q) {
 
 // R rows times one panel.
 template <int R, int GROUP, bool OFFSET>
-EDGEES_INLINE void panel_rows(const Codes16& w, int64_t row, int64_t n, const int16_t* x,
+EDGEES_INLINE void panel_rows(const Codes16& w, bool add, int64_t row, int64_t n, const int16_t* x,
                               const float* scale, const float* sum, float* out) {
   F acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = load(out + r * L);
+  for (int r = 0; r < R; ++r) acc[r] = add ? load(out + r * L) : zero();
   const int16_t* q = w.q + row * w.ld;
   const float* ws = w.scale + row;
   const float* wo = OFFSET ? w.offset + row : nullptr;
@@ -359,24 +359,51 @@ EDGEES_INLINE void panel_rows(const Codes16& w, int64_t row, int64_t n, const in
 }
 
 template <int GROUP, bool OFFSET>
-static void panel_of(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
-                     const float* sum, float* out) {
+static void panel_of(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
+                     const float* scale, const float* sum, float* out) {
 #if defined(EDGEES_ARM_AVX2)
   constexpr int R = 4;  // of sixteen registers: 4 sums, 4 parts, a column, its scale, a pair
 #else
   constexpr int R = 12;
 #endif
   int r = 0;
-  for (; r + R <= rows; r += R) panel_rows<R, GROUP, OFFSET>(w, r, n, x, scale, sum, out + r * L);
-  for (; r + 4 <= rows; r += 4) panel_rows<4, GROUP, OFFSET>(w, r, n, x, scale, sum, out + r * L);
-  for (; r < rows; ++r) panel_rows<1, GROUP, OFFSET>(w, r, n, x, scale, sum, out + r * L);
+  for (; r + R <= rows; r += R)
+    panel_rows<R, GROUP, OFFSET>(w, add, r, n, x, scale, sum, out + r * L);
+  for (; r + 4 <= rows; r += 4)
+    panel_rows<4, GROUP, OFFSET>(w, add, r, n, x, scale, sum, out + r * L);
+  for (; r < rows; ++r) panel_rows<1, GROUP, OFFSET>(w, add, r, n, x, scale, sum, out + r * L);
 }
 
-static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
-                  const float* sum, float* out) {
-  if (w.group == 16) return panel_of<16, false>(w, rows, n, x, scale, sum, out);
-  if (w.offset) return panel_of<32, true>(w, rows, n, x, scale, sum, out);
-  panel_of<32, false>(w, rows, n, x, scale, sum, out);
+static void panel(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
+                  const float* scale, const float* sum, float* out) {
+  if (w.group == 16) return panel_of<16, false>(w, add, rows, n, x, scale, sum, out);
+  if (w.offset) return panel_of<32, true>(w, add, rows, n, x, scale, sum, out);
+  panel_of<32, false>(w, add, rows, n, x, scale, sum, out);
+}
+
+static void add_panel_signs(float* out, int rows, int64_t row, const uint32_t* words,
+                            const float* by) {
+  const F v = load(by);
+  for (int r = 0; r < rows; ++r, ++row) {
+    const uint32_t* w = words + row / 32 * L;
+    const int bit = static_cast<int>(row & 31);
+#if defined(EDGEES_ARM_AVX512)
+    const __m512i sign =
+        _mm512_and_si512(_mm512_sll_epi32(_mm512_loadu_si512(w), _mm_cvtsi32_si128(31 - bit)),
+                         _mm512_set1_epi32(INT32_MIN));
+    const F moved = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(v), sign));
+#elif defined(EDGEES_ARM_AVX2)
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+    const __m256i sign = _mm256_and_si256(_mm256_sll_epi32(all, _mm_cvtsi32_si128(31 - bit)),
+                                          _mm256_set1_epi32(INT32_MIN));
+    const F moved = _mm256_xor_ps(v, _mm256_castsi256_ps(sign));
+#else
+    const uint32x4_t sign =
+        vandq_u32(vshlq_u32(vld1q_u32(w), vdupq_n_s32(31 - bit)), vdupq_n_u32(0x80000000u));
+    const F moved = vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(v), sign));
+#endif
+    store(out + r * L, add(load(out + r * L), moved));
+  }
 }
 
 static int64_t peak(int64_t n) {

@@ -82,12 +82,21 @@ static float integer_dot(const Codes16& w, int64_t row, int64_t n, const int16_t
   return acc;
 }
 
-static void panel(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
-                  const float* sum, float* out) {
+static void panel(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
+                  const float* scale, const float* sum, float* out) {
   for (int r = 0; r < rows; ++r)
     for (int c = 0; c < L; ++c) {
       float& y = out[r * L + c];
-      y = integer_dot(w, r, n, x, scale, sum, c, L, y);
+      y = integer_dot(w, r, n, x, scale, sum, c, L, add ? y : 0.0f);
+    }
+}
+
+static void add_panel_signs(float* out, int rows, int64_t row, const uint32_t* words,
+                            const float* by) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < L; ++c) {
+      const uint32_t word = words[(row + r) / 32 * L + c];
+      out[r * L + c] += word >> ((row + r) & 31) & 1 ? -by[c] : by[c];
     }
 }
 

@@ -167,7 +167,7 @@ void integers(int type, int bits, int span) {
       ps[static_cast<size_t>(g * L + c)] = step[static_cast<size_t>(c * groups + g)];
       pt[static_cast<size_t>(g * L + c)] = sum[static_cast<size_t>(c * groups + g)];
     }
-  k.panel(w, rows, n, panel.data(), ps.data(), pt.data(), out.data());
+  k.panel(w, false, rows, n, panel.data(), ps.data(), pt.data(), out.data());
   for (int64_t c = 0; c < columns; ++c) {
     std::vector<float> own(rows), exact(rows), placed(rows + 3, 7.0f);
     const size_t at = static_cast<size_t>(c * groups);
@@ -208,6 +208,20 @@ void extremes() {
   k.signs(words, 64, a.data());
   kernels_scalar.signs(words, 64, b.data());
   check(a == b && a[0] * a[0] == 1, "signs", 0);
+  const int L = k.lanes;
+  std::vector<float> by(L), one(L * 9), two;
+  std::vector<uint32_t> bits(L * 2);
+  for (auto& v : by) v = random_float();
+  for (auto& v : one) v = random_float();
+  for (auto& v : bits) v = random_bits() * 513u;
+  two = one;
+  k.add_panel_signs(one.data(), 9, 27, bits.data(), by.data());
+  for (int r = 0; r < 9; ++r)
+    for (int c = 0; c < L; ++c) {
+      const bool minus = bits[(27 + r) / 32 * L + c] >> ((27 + r) % 32) & 1;
+      two[r * L + c] += minus ? -by[c] : by[c];
+    }
+  check(same(one, two), "add_panel_signs", 0);
 }
 
 void graph(int64_t n) {
@@ -338,7 +352,7 @@ void link(Case& c) {
 }
 
 void products(int type, int kind, int rank, int view, int heads) {
-  const int64_t rows = 48, cols = 256, n = 37;
+  const int64_t rows = heads ? 256 : 208, cols = 256, n = 37;
   Case c = make(type, rows, cols, heads, view);
   link(c);
   const edgees_noise_kind noise{kind, rank};
