@@ -259,12 +259,16 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
     }
     alignas(64) int8_t room[Block::weights];
     const int8_t* c = room;
-    if constexpr (!nibbles) c = b->unpack(room);
+    if constexpr (!nibbles && !std::is_same_v<Block, Q4_K>) c = b->unpack(room);
     for (int k = 0; k < Block::weights; k += 32, plane += 4 * BITS) {
       __m512i v;
       if constexpr (nibbles) {
         v = _mm512_cvtepu8_epi16(nibbles_of(b->qs));
         if (Block::lo) v = _mm512_add_epi16(v, _mm512_set1_epi16(Block::lo));
+      } else if constexpr (std::is_same_v<Block, Q4_K>) {  // 32 bytes: one group low, the next high
+        const __m256i two_groups = bytes_32(b->qs + k / 64 * 32);
+        v = _mm512_cvtepu8_epi16(_mm256_and_si256(
+            _mm256_srl_epi16(two_groups, _mm_cvtsi32_si128(k & 32 ? 4 : 0)), _mm256_set1_epi8(15)));
       } else {
         v = _mm512_cvtepi8_epi16(bytes_32(c + k));
       }
