@@ -9,6 +9,8 @@
 namespace edgees {
 namespace {
 
+constexpr int kArms = 5;  // at most, in one build
+
 struct Arm {
   const Kernels* table;
   bool usable;
@@ -37,7 +39,7 @@ int arms(Arm* out) {
 std::atomic<const Kernels*> active{nullptr};
 
 const Kernels* find(const char* name) {
-  Arm a[5];
+  Arm a[kArms];
   const int n = arms(a);
   for (int i = 0; i < n; ++i) {
     if (a[i].usable && (!name || !*name || strcmp(name, a[i].table->name) == 0)) {
@@ -66,7 +68,7 @@ const char* edgees_isa(void) { return edgees::kernels().name; }
 const char* edgees_isas(void) {
   static char text[64];
   text[0] = 0;
-  edgees::Arm a[5];
+  edgees::Arm a[edgees::kArms];
   const int n = edgees::arms(a);
   for (int i = 0; i < n; ++i) {
     if (!a[i].usable) continue;

@@ -97,6 +97,13 @@ struct Kernels {
   void (*decay_add)(float* delta, const float* acc, int64_t n, float keep);
 };
 
+// An arm's table, from functions of these names in its own namespace.
+#define EDGEES_KERNELS(name)                                           \
+  {name,   L,       philox,    add_signs, add_normals,     sign_dot,   \
+   decode, cells,   add_plane, tile,      quantize,        interleave, \
+   codes,  signs,   panel,     peak,      add_panel_signs, unpanel,    \
+   column, to_half, rms_norm,  swiglu,    attend,          decay_add}
+
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Kernels kernels_avx2;

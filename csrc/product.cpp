@@ -115,6 +115,13 @@ T* room(std::vector<T>& v, int64_t n) {
   return v.data();
 }
 
+// Which factor of the pool is right factor k of a member.
+int64_t pool_index(const edgees_tensor& t, const edgees_noise_kind& noise,
+                   const edgees_member& member, int k) {
+  return static_cast<int64_t>((static_cast<uint64_t>(member.slot) * noise.rank + k) %
+                              static_cast<uint64_t>(t.factors));
+}
+
 // Rows of A in file order.
 const float* factor_rows(const edgees_tensor& t, int64_t row, int64_t n) {
   if (!t.heads) return t.a + row * t.factors;
@@ -159,19 +166,15 @@ class Product {
         lanes_(kernels().lanes),
         groups_(t.cols / kGroup),
         integers_(integral(t)),
-        few_(columns.n <= std::max<int64_t>(1, lanes_ / 4)) {}
+        few_(columns.n <= few()) {}
 
   int run(const edgees_member* members, const int32_t* owner) {
     if (const int code = group(members, owner)) return code;
     const bool lowrank = noise_.kind == EDGEES_NOISE_LOWRANK;
     perturbed_ =
         std::any_of(w_.owners.begin(), w_.owners.end(), [](const Owner& o) { return o.c != 0.0f; });
-    const bool dense_integers = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN;
-    const bool own = (integers_ || (dense_integers && t_.cols % kGroup == 0) ||
-                      (t_.factors && t_.cols % kGroup == 0)) &&
-                     !in_.integers_;
-    sign_integers_ = t_.cols % kGroup == 0;
-    if (own) {
+    sign_integers_ = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN && t_.cols % kGroup == 0;
+    if ((integers_ || sign_integers_) && !in_.integers_) {
       const int64_t tasks = few_ ? 1 : panels();
       room_for_integers();
       each(tasks, !few_, [&](int64_t i) { to_integers(i); });
@@ -222,6 +225,8 @@ class Product {
     }
   }
 
+  // Columns up to which each is multiplied by itself: a panel would be mostly empty.
+  int64_t few() const { return std::max<int64_t>(1, lanes_ / 4); }
   int64_t panels() const { return (n_ + lanes_ - 1) / lanes_; }
 
   // Sorts the columns by member.
@@ -266,13 +271,19 @@ class Product {
     if (few_) return;
     kernels().interleave(&in_.q_[first * t_.cols], t_.cols, static_cast<int>(count), t_.cols,
                          &in_.panels_[first * t_.cols]);
-    float* scale = &in_.panel_scale_[first * groups_];
-    float* sum = &in_.panel_sum_[first * groups_];
+    scales_of(
+        count, [&](int64_t c) { return first + c; }, &in_.panel_scale_[first * groups_],
+        &in_.panel_sum_[first * groups_]);
+  }
+
+  // Scales and sums of a panel of columns at(0..count-1), [group][lanes]; zeros where none is.
+  template <class At>
+  void scales_of(int64_t count, At at, float* scale, float* sum) const {
     for (int64_t g = 0; g < groups_; ++g)
       for (int64_t c = 0; c < lanes_; ++c) {
-        const bool there = c < count;
-        scale[g * lanes_ + c] = there ? in_.scale_[(first + c) * groups_ + g] : 0.0f;
-        sum[g * lanes_ + c] = there ? in_.sum_[(first + c) * groups_ + g] : 0.0f;
+        const int64_t from = c < count ? at(c) * groups_ + g : -1;
+        scale[g * lanes_ + c] = from < 0 ? 0.0f : in_.scale_[static_cast<size_t>(from)];
+        sum[g * lanes_ + c] = from < 0 ? 0.0f : in_.sum_[static_cast<size_t>(from)];
       }
   }
 
@@ -322,10 +333,7 @@ class Product {
   float coefficient(const Owner& o, int64_t c, int k) const {
     const int rank = noise_.rank;
     const int64_t at =
-        t_.factors ? c * t_.factors +
-                         static_cast<int64_t>((static_cast<uint64_t>(o.member->slot) * rank + k) %
-                                              static_cast<uint64_t>(t_.factors))
-                   : c * rank + k;
+        t_.factors ? c * t_.factors + pool_index(t_, noise_, *o.member, k) : c * rank + k;
     return o.c * noise_scale(noise_.kind, rank, false) * dots_[static_cast<size_t>(at)];
   }
 
@@ -453,7 +461,7 @@ class Product {
   // y += c eps x for the columns of one member: rows of eps made anew.
   void add_dense_rows(const Owner& o, int64_t row, int64_t n) {
     Buffers& b = buffers;
-    if (noise_.kind == EDGEES_NOISE_SIGN && sign_integers_) return add_sign_rows(o, row, n);
+    if (sign_integers_) return add_sign_rows(o, row, n);
     float* e = room(b.noise, n * t_.cols);
     std::fill(e, e + n * t_.cols, 0.0f);
     for (int64_t r = 0; r < n; ++r) {
@@ -478,7 +486,6 @@ class Product {
     const Codes16 w{q, t_.cols, scale, nullptr, kStride, kGroup};
     uint32_t* words = room(b.words, sign_word_count(t_.cols));
     float* out = room(b.part, kStride * lanes_);
-    const int64_t few = std::max<int64_t>(1, lanes_ / 4);
     for (int64_t first = 0; first < n; first += kSignRows) {
       const int64_t some = std::min<int64_t>(kSignRows, n - first);
       for (int64_t r = 0; r < some; ++r) {
@@ -488,7 +495,7 @@ class Product {
       }
       for (int64_t j = o.first; j < o.first + o.count;) {
         const int64_t left = o.first + o.count - j;
-        if (left <= few) {
+        if (left <= few()) {
           std::fill_n(out, some, 0.0f);
           const int64_t c = w_.order[static_cast<size_t>(j++)];
           kernels().column(w, static_cast<int>(some), t_.cols, &in_.q_[c * t_.cols],
@@ -513,17 +520,11 @@ class Product {
   void gather(const int32_t* order, int64_t count) {
     Buffers& b = buffers;
     int16_t* q = room(b.panel, 2 * lanes_ * t_.cols) + lanes_ * t_.cols;
-    float* scale = room(b.panel_scale, lanes_ * groups_);
-    float* sum = room(b.panel_sum, lanes_ * groups_);
-    for (int64_t c = 0; c < lanes_; ++c) {
-      const bool there = c < count;
-      const int64_t at = there ? order[c] : 0;
-      if (there) std::copy_n(&in_.q_[at * t_.cols], t_.cols, q + c * t_.cols);
-      for (int64_t g = 0; g < groups_; ++g) {
-        scale[g * lanes_ + c] = there ? in_.scale_[at * groups_ + g] : 0.0f;
-        sum[g * lanes_ + c] = there ? in_.sum_[at * groups_ + g] : 0.0f;
-      }
-    }
+    for (int64_t c = 0; c < count; ++c)
+      std::copy_n(&in_.q_[order[c] * t_.cols], t_.cols, q + c * t_.cols);
+    scales_of(
+        count, [&](int64_t c) { return int64_t{order[c]}; }, room(b.panel_scale, lanes_ * groups_),
+        room(b.panel_sum, lanes_ * groups_));
     kernels().interleave(q, t_.cols, static_cast<int>(count), t_.cols, b.panel.data());
   }
 
@@ -604,10 +605,7 @@ int edgees_row(const edgees_tensor* t, const edgees_noise_kind* noise, const edg
     kernels().philox(member->key, 0, t->id, kStreamLeft + static_cast<uint32_t>(k),
                      static_cast<uint32_t>(r / 128), 1, block);
     left[k] = sign_bit(block, r % 128) ? -1 : 1;
-    right[k] =
-        t->pool + static_cast<int64_t>((static_cast<uint64_t>(member->slot) * noise->rank + k) %
-                                       static_cast<uint64_t>(t->factors)) *
-                      words;
+    right[k] = t->pool + pool_index(*t, *noise, *member, k) * words;
   }
   add_lowrank_row(noise->rank, right, left, c * noise_scale(noise->kind, noise->rank, false),
                   t->cols, out);

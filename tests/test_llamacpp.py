@@ -119,6 +119,30 @@ def test_how_a_text_is_cut_changes_no_bit(tmp_path: Path, arch: str) -> None:
             assert np.array_equal(np.array(rows), whole), cuts
 
 
+def test_drafts_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf", "llama", quant="Q4_1")
+    with LlamaCppEngine(path, parallel=1) as engine:
+        attach(engine, tmp_path)
+        members = [member(0, 0.002), member(0, -0.002), member(1, 0.002), member(1, 0.1)]
+        asked = [Request(m, tuple(TOKENS), 24) for m in members]
+        widths: list[int] = []
+        ctx = engine._need(64, 1)
+        decode = ctx.decode
+
+        def counted(streams, tokens, *rest):  # type: ignore[no-untyped-def]
+            widths.append(len(tokens[0]))
+            return decode(streams, tokens, *rest)
+
+        monkeypatch.setattr(ctx, "decode", counted)
+        drafted = [c.tokens for c in engine.generate(asked)]
+        calls = len(widths)
+        monkeypatch.setattr("edgees.backends.streams.FEW_STREAMS", 0)
+        ctx.scheduler.forget()
+        widths.clear()
+        assert [c.tokens for c in engine.generate(asked)] == drafted
+        assert calls < len(widths)  # drafts were made, and some were right
+
+
 @pytest.mark.parametrize("kind,rank", [("lowrank", 3), ("sign", 1), ("normal", 1)])
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "Q4_K_M", "F16"])
 def test_every_noise_and_codec(tmp_path: Path, kind: str, rank: int, quant: str) -> None:

@@ -28,10 +28,7 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_avx2 = {"avx2", L,       philox,    add_signs, add_normals,     sign_dot,
-                              decode, cells,   add_plane, tile,      quantize,        interleave,
-                              codes,  signs,   panel,     peak,      add_panel_signs, unpanel,
-                              column, to_half, rms_norm,  swiglu,    attend,          decay_add};
+const Kernels kernels_avx2 = EDGEES_KERNELS("avx2");
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

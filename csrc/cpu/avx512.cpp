@@ -14,13 +14,20 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
+#if defined(EDGEES_ARM_VNNI)
+#define EDGEES_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+#else
+#define EDGEES_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
+#endif
 #if defined(__clang__)
-#pragma clang attribute push(                                                    \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
-    apply_to = function)
+#pragma clang attribute push(__attribute__((target(EDGEES_TARGET))), apply_to = function)
 #else
 #pragma GCC push_options
+#if defined(EDGEES_ARM_VNNI)
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#else
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
 #endif
 #define EDGEES_ARM_AVX512
 #include "../blocks.h"
@@ -35,10 +42,11 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_avx512 = {
-    "avx512",        L,       philox,   add_signs,  add_normals, sign_dot, decode, cells,
-    add_plane,       tile,    quantize, interleave, codes,       signs,    panel,  peak,
-    add_panel_signs, unpanel, column,   to_half,    rms_norm,    swiglu,   attend, decay_add};
+#if defined(EDGEES_ARM_VNNI)
+const Kernels kernels_avx512vnni = EDGEES_KERNELS("avx512vnni");
+#else
+const Kernels kernels_avx512 = EDGEES_KERNELS("avx512");
+#endif
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

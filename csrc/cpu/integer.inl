@@ -486,18 +486,9 @@ static void column_of(const Codes16& w, int rows, int64_t n, const int16_t* x, c
       const F by = set1(scale[i / kGroup]);
       for (int h = 0; h < kGroup; h += GROUP, ws += w.stride) {
         I part[L];
-        if (some == L) {
-          for (int r = 0; r < L; ++r) {
-            const int16_t* p = q + r * w.ld + i + h;
-            part[r] = GROUP == 32 ? dot_32(p, x + i + h) : dot_16(p, x + i + h);
-          }
-        } else {
-          for (int r = 0; r < L; ++r) {
-            const int16_t* p = q + r * w.ld + i + h;
-            part[r] = r >= some     ? zero_i()
-                      : GROUP == 32 ? dot_32(p, x + i + h)
-                                    : dot_16(p, x + i + h);
-          }
+        for (int r = 0; r < L; ++r) {  // lanes without a row repeat the first, and are dropped
+          const int16_t* p = q + (r < some ? r : 0) * w.ld + i + h;
+          part[r] = GROUP == 32 ? dot_32(p, x + i + h) : dot_16(p, x + i + h);
         }
         acc = fma(mul(to_float(lane_sums(part)), by), load(ws), acc);
       }

@@ -22,9 +22,6 @@ namespace {
 #include "noise.inl"
 #include "product.inl"
 }  // namespace
-const Kernels kernels_neon = {"neon", L,       philox,    add_signs, add_normals,     sign_dot,
-                              decode, cells,   add_plane, tile,      quantize,        interleave,
-                              codes,  signs,   panel,     peak,      add_panel_signs, unpanel,
-                              column, to_half, rms_norm,  swiglu,    attend,          decay_add};
+const Kernels kernels_neon = EDGEES_KERNELS("neon");
 }  // namespace edgees
 #endif

@@ -19,8 +19,5 @@ constexpr int L = 8;
 #include "scalar_noise.inl"
 #include "scalar_product.inl"
 }  // namespace
-const Kernels kernels_scalar = {
-    "scalar",        L,       philox,   add_signs,  add_normals, sign_dot, decode, cells,
-    add_plane,       tile,    quantize, interleave, codes,       signs,    panel,  peak,
-    add_panel_signs, unpanel, column,   to_half,    rms_norm,    swiglu,   attend, decay_add};
+const Kernels kernels_scalar = EDGEES_KERNELS("scalar");
 }  // namespace edgees
