@@ -71,6 +71,9 @@ struct PlainHalf {
 // Sixteen bytes as one value: byte pointers may alias, so compilers leave plain loops scalar.
 using Bytes16 = uint8_t __attribute__((vector_size(16)));
 using Words2 = uint64_t __attribute__((vector_size(16)));
+using Bytes32 = uint8_t __attribute__((vector_size(32)));
+EDGEES_INLINE void load_bytes(Bytes32& v, const uint8_t* p) { memcpy(&v, p, 32); }
+EDGEES_INLINE void store_bytes(const Bytes32& v, int8_t* q) { memcpy(q, &v, 32); }
 
 // Low nibbles of 16 bytes, then their high ones.
 EDGEES_INLINE void split_nibbles(const uint8_t* b, int lo, void* q) {
@@ -200,16 +203,23 @@ struct Q8_0 {
 };
 static_assert(sizeof(Q8_0) == 34, "Q8_0");
 
-// Eight 6-bit scales and eight 6-bit minima of a Q4_K or Q5_K block, in 12 bytes.
+// Eight 6-bit scales and eight 6-bit minima of a Q4_K or Q5_K block, in 12 bytes: as bytes.
+EDGEES_INLINE void k_parts(const uint8_t* p, uint64_t* scales, uint64_t* minima) {
+  uint32_t w[3];
+  memcpy(w, p, 12);
+  constexpr uint32_t kLow6 = 0x3F3F3F3Fu, kLow4 = 0x0F0F0F0Fu, kTop2 = 0x30303030u;
+  *scales = (w[0] & kLow6) | uint64_t{(w[2] & kLow4) | (w[0] >> 2 & kTop2)} << 32;
+  *minima = (w[1] & kLow6) | uint64_t{(w[2] >> 4 & kLow4) | (w[1] >> 2 & kTop2)} << 32;
+}
 template <class Half>
 EDGEES_INLINE void k_scales(Half half, uint16_t d, uint16_t dmin, const uint8_t* p, float* s,
                             float* o) {
-  const float df = half(d), mf = half(dmin);
-  for (int j = 0; j < 4; ++j) {
-    s[j] = df * static_cast<float>(p[j] & 63);
-    o[j] = -(mf * static_cast<float>(p[j + 4] & 63));
-    s[j + 4] = df * static_cast<float>((p[j + 8] & 15) | (p[j] >> 6) << 4);
-    o[j + 4] = -(mf * static_cast<float>((p[j + 8] >> 4) | (p[j + 4] >> 6) << 4));
+  const float df = half(d), mf = -half(dmin);
+  uint64_t scales, minima;
+  k_parts(p, &scales, &minima);
+  for (int j = 0; j < 8; ++j) {
+    s[j] = df * static_cast<float>(scales >> (8 * j) & 63);
+    o[j] = mf * static_cast<float>(minima >> (8 * j) & 63);
   }
 }
 
@@ -224,8 +234,10 @@ struct Q4_K {
   }
   EDGEES_METHOD const int8_t* unpack(int8_t* q) const {
     for (int c = 0; c < 4; ++c) {
-      for (int i = 0; i < 32; ++i) q[64 * c + i] = static_cast<int8_t>(qs[32 * c + i] & 15);
-      for (int i = 0; i < 32; ++i) q[64 * c + 32 + i] = static_cast<int8_t>(qs[32 * c + i] >> 4);
+      Bytes32 v;
+      load_bytes(v, qs + 32 * c);
+      store_bytes(v & 15, q + 64 * c);
+      store_bytes(v >> 4, q + 64 * c + 32);
     }
     return q;
   }
@@ -248,12 +260,13 @@ struct Q5_K {
     k_scales(half, d, dmin, sc, s, o);
   }
   EDGEES_METHOD const int8_t* unpack(int8_t* q) const {
-    for (int c = 0; c < 4; ++c)
-      for (int i = 0; i < 32; ++i) {
-        const int b = qs[32 * c + i], h = qh[i] >> (2 * c);
-        q[64 * c + i] = static_cast<int8_t>((b & 15) | (h & 1) << 4);
-        q[64 * c + 32 + i] = static_cast<int8_t>((b >> 4) | (h >> 1 & 1) << 4);
-      }
+    Bytes32 v, h;
+    load_bytes(h, qh);
+    for (int c = 0; c < 4; ++c, h >>= 2) {
+      load_bytes(v, qs + 32 * c);
+      store_bytes((v & 15) | (h & 1) << 4, q + 64 * c);
+      store_bytes(v >> 4 | (h & 2) << 3, q + 64 * c + 32);
+    }
     return q;
   }
   void pack(const int8_t* q) {
@@ -280,18 +293,17 @@ struct Q6_K {
     for (int j = 0; j < 16; ++j) s[j] = df * static_cast<float>(sc[j]);
   }
   EDGEES_METHOD const int8_t* unpack(int8_t* q) const {
-    for (int h = 0; h < 2; ++h) {
-      const uint8_t* l = ql + 64 * h;
-      const uint8_t* u = qh + 32 * h;
-      int8_t* o = q + 128 * h;
-      for (int i = 0; i < 32; ++i) {
-        o[i] = static_cast<int8_t>(((l[i] & 15) | (u[i] & 3) << 4) - 32);
-        o[i + 32] = static_cast<int8_t>(((l[i + 32] & 15) | (u[i] >> 2 & 3) << 4) - 32);
-        o[i + 64] = static_cast<int8_t>(((l[i] >> 4) | (u[i] >> 4 & 3) << 4) - 32);
-        o[i + 96] = static_cast<int8_t>(((l[i + 32] >> 4) | (u[i] >> 6) << 4) - 32);
-      }
+    for (int k = 0; k < 2; ++k, q += 128) {
+      Bytes32 a, b, h;
+      load_bytes(a, ql + 64 * k);
+      load_bytes(b, ql + 64 * k + 32);
+      load_bytes(h, qh + 32 * k);
+      store_bytes(((a & 15) | (h & 3) << 4) - 32, q);
+      store_bytes(((b & 15) | (h & 12) << 2) - 32, q + 32);
+      store_bytes((a >> 4 | (h & 48)) - 32, q + 64);
+      store_bytes((b >> 4 | (h >> 6) << 4) - 32, q + 96);
     }
-    return q;
+    return q - 256;
   }
   void pack(const int8_t* q) {
     for (int h = 0; h < 2; ++h)

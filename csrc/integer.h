@@ -6,7 +6,10 @@
 
 namespace edgees {
 
-constexpr int kGroup = 32;           // activations that share a step
+constexpr int kGroup = 32;  // activations that share a step
+constexpr uint8_t kNaturalOrder[kGroup] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                           11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                           22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 constexpr int kCodeLimit = 1 << 12;  // |code| < 2^12, |activation| <= 2^14: a group's dot fits
 
 EDGEES_INLINE float power_of_two(int e) { return float_of(static_cast<uint32_t>(127 + e) << 23); }
@@ -25,14 +28,27 @@ EDGEES_INLINE float step_of(uint32_t top, float* inverse) {
   return power_of_two(e);
 }
 
+// Pieces of rows of a block type with their residual planes (bits 0: none).
+struct Rows {
+  int type;
+  const uint8_t* base;
+  int64_t base_stride;
+  int bits, span;
+  const uint8_t* plane;
+  int64_t plane_stride;
+  int64_t next_base,
+      next_plane;  // how far ahead to what is read next: it is prefetched. 0: nothing
+};
+
 // Rows of weights as integers: w = scale * q (+ offset), scale[g * stride + row] for group g.
 struct Codes16 {
-  const int16_t* q;
+  int16_t* q;  // in each group of 32 in the order that Kernels::order tells
   int64_t ld;
-  const float* scale;
-  const float* offset;  // null: none. Only where a group is 32 wide
-  int64_t stride;       // at least the rows, rounded up to 16, all readable
-  int group;            // 32 or 16
+  float* scale;
+  float* offset;
+  bool offsets;    // else there are none. Only where a group is 32 wide
+  int64_t stride;  // at least the rows, rounded up to 16, all readable
+  int group;       // 32 or 16
 };
 
 }  // namespace edgees

@@ -5,7 +5,8 @@
 
 namespace edgees {
 
-struct Codes16;  // integer.h
+struct Rows;  // integer.h
+struct Codes16;
 
 constexpr int kAttendHeads = 16;  // at most, in one call
 constexpr uint16_t kMinusInfinity = 0xFC00;
@@ -55,16 +56,18 @@ struct Kernels {
   void (*tile)(const float* w, int64_t ldw, int rows, int64_t n, const float* const* x, int cols,
                float* const* y);
 
+  // Integers of a group of 32 lie in the arm's own order, weights and activations alike: number
+  // order[i] at place i.
+  const uint8_t* order;
   // exact. Activations as integers: x ~ scale * q for every kGroup of them, sum = scale * sum of q.
   // n is a multiple of kGroup.
   void (*quantize)(const float* x, int64_t n, int16_t* q, float* scale, float* sum);
-  // `columns` (at most `lanes`) columns of q, ld apart, as one panel of lanes * n integers, in the
-  // arm's own order; columns that are not there are zeros.
+  // `columns` (at most `lanes`) columns of q, ld apart, as one panel of lanes * n integers;
+  // columns that are not there are zeros.
   void (*interleave)(const int16_t* q, int64_t ld, int columns, int64_t n, int16_t* panel);
-  // exact. One row of a block type with its residual plane (bits 0: none) as integers; scale and
-  // offset of group g go to [g * stride]. False: the type is no block type.
-  bool (*codes)(int type, const void* row, int64_t n, int bits, int span, const uint8_t* plane,
-                int16_t* q, float* scale, float* offset, int64_t stride);
+  // exact. n weights of each row as integers, with their scales and offsets. False: the type is no
+  // block type.
+  bool (*codes)(const Rows& from, int rows, int64_t n, const Codes16& to);
   // exact. The +-1 of packed signs as integers, n a multiple of 32.
   void (*signs)(const uint32_t* words, int64_t n, int16_t* q);
   // exact. out[row * lanes + column] = (add: +=) rows times a panel; scale and sum are
@@ -98,11 +101,10 @@ struct Kernels {
 };
 
 // An arm's table, from functions of these names in its own namespace.
-#define EDGEES_KERNELS(name)                                           \
-  {name,   L,       philox,    add_signs, add_normals,     sign_dot,   \
-   decode, cells,   add_plane, tile,      quantize,        interleave, \
-   codes,  signs,   panel,     peak,      add_panel_signs, unpanel,    \
-   column, to_half, rms_norm,  swiglu,    attend,          decay_add}
+#define EDGEES_KERNELS(name)                                                                       \
+  {name,    L,      philox,   add_signs,  add_normals, sign_dot, decode,   cells, add_plane,       \
+   tile,    order,  quantize, interleave, codes,       signs,    panel,    peak,  add_panel_signs, \
+   unpanel, column, to_half,  rms_norm,   swiglu,      attend,   decay_add}
 
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)

@@ -202,7 +202,7 @@ class Product {
                           : integers_ && !t_.factors ? kPanelRows
                           : integers_                ? 96
                                                      : std::min<int64_t>({fits, share, 96});
-    const int64_t per_task = few_ ? share : block;
+    const int64_t per_task = few_ ? share : std::max<int64_t>(1, share / 2 / block) * block;
     parallel_for((t_.rows + per_task - 1) / per_task, [&](int64_t i, int) {
       const int64_t end = std::min(t_.rows, (i + 1) * per_task);
       for (int64_t r = i * per_task; r < end; r += block) rows(r, std::min(block, end - r));
@@ -368,12 +368,12 @@ class Product {
   // cache.
   void integer_rows(int64_t row, int64_t n) {
     Buffers& b = buffers;
-    const int64_t planes = plane_bytes(t_.bits, t_.cols), step = piece();
+    const int64_t step = piece();
     const int group = cell_group(t_.type), at_once = few_ ? 16 : kPanelRows;
     int16_t* q = room(b.codes, kPanelRows * step);
-    float* scale = room(b.scale, kStride * step / group);
-    float* offset = room(b.offset, kStride * step / group);
-    const Codes16 w{q, step, scale, has_offset() ? offset : nullptr, kStride, group};
+    float* scale = room(b.scale, kStride * step / group + 16);
+    float* offset = room(b.offset, kStride * step / group + 16);
+    const Codes16 w{q, step, scale, offset, has_offset(), kStride, group};
     float* out = room(b.part, kPanelRows * panels() * lanes_);
     for (int64_t first = 0; first < n; first += at_once) {
       const int64_t some = std::min<int64_t>(at_once, n - first);
@@ -382,15 +382,7 @@ class Product {
       }
       for (int64_t k = 0; k < t_.cols; k += step) {
         const int64_t width = std::min(step, t_.cols - k), g = k / kGroup;
-        for (int64_t r = 0; r < some; ++r) {
-          const int64_t at = row + first + r;
-          kernels().codes(
-              t_.type,
-              static_cast<const uint8_t*>(t_.base) + at * t_.row_stride + row_bytes_before(k),
-              width, t_.bits, t_.span,
-              t_.bits ? t_.plane + at * planes + plane_bytes(t_.bits, k) : nullptr, q + r * step,
-              scale + r, offset + r, kStride);
-        }
+        kernels().codes(piece_of(row + first, k, width, at_once), static_cast<int>(some), width, w);
         if (few_) {
           for (int64_t c = 0; c < n_; ++c) {
             kernels().column(w, static_cast<int>(some), width, &in_.q_[c * t_.cols + k],
@@ -429,10 +421,29 @@ class Product {
     int64_t block = kGroup;
     with_format(t_.type,
                 [&](auto* format) { block = std::remove_pointer_t<decltype(format)>::weights; });
-    const int64_t most = few_ ? 640 : 320, pieces = (t_.cols + most - 1) / most;
+    const int64_t most = std::max<int64_t>(block, (few_ ? 640 : 320) / block * block);
+    const int64_t pieces = (t_.cols + most - 1) / most;
     return std::min(t_.cols, round_up((t_.cols + pieces - 1) / pieces, block));
   }
-  int64_t row_bytes_before(int64_t k) const { return k ? row_bytes(t_.type, k) : 0; }
+
+  // Weights k..k+width-1 of the rows from `row` on; the next piece, or the next rows' first, is
+  // wanted soon after, and pieces are too short for the hardware to see where they go.
+  Rows piece_of(int64_t row, int64_t k, int64_t width, int64_t at_once) const {
+    const int64_t base = row_bytes(t_.type, width), plane = plane_bytes(t_.bits, width);
+    const int64_t bases = t_.row_stride, planes = plane_bytes(t_.bits, t_.cols);
+    const int64_t base_before = k ? row_bytes(t_.type, k) : 0;
+    const int64_t plane_before = plane_bytes(t_.bits, k);
+    Rows rows{
+        t_.type, static_cast<const uint8_t*>(t_.base) + row * bases + base_before, bases,  t_.bits,
+        t_.span, t_.plane ? t_.plane + row * planes + plane_before : nullptr,      planes, base,
+        plane};
+    if (k + width == t_.cols) {
+      const bool more = row + at_once < t_.rows;
+      rows.next_base = more ? at_once * bases - base_before : 0;
+      rows.next_plane = more ? at_once * planes - plane_before : 0;
+    }
+    return rows;
+  }
 
   bool has_offset() const {
     bool offset = false;
@@ -483,7 +494,7 @@ class Product {
     int16_t* q = room(b.codes, kStride * t_.cols);
     float* scale = room(b.scale, kStride * groups_);
     std::fill_n(scale, kStride * groups_, o.c);
-    const Codes16 w{q, t_.cols, scale, nullptr, kStride, kGroup};
+    const Codes16 w{q, t_.cols, scale, scale, false, kStride, kGroup};
     uint32_t* words = room(b.words, sign_word_count(t_.cols));
     float* out = room(b.part, kStride * lanes_);
     for (int64_t first = 0; first < n; first += kSignRows) {

@@ -23,6 +23,7 @@ namespace {
 #include "simd.h"
 
 #include "blocks.inl"
+#include "codes.inl"
 #include "graph.inl"
 #include "integer.inl"
 #include "noise.inl"

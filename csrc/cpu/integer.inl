@@ -1,13 +1,72 @@
-// Products in 16-bit integers, for the vector arms; scalar_integer.inl says what they compute.
+// Activations as integers and products of both, for the vector arms; scalar_integer.inl says what
+// they compute.
+#if defined(EDGEES_ARM_AVX512)
+// Lane r: the largest of all lanes of v[r]. None is negative.
+static inline I lane_tops(const I* v) {
+  I four[4];
+  for (int k = 0; k < 4; ++k) {
+    const I* p = v + 4 * k;
+    const I a =
+        _mm512_max_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
+    const I b =
+        _mm512_max_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
+    four[k] = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const I a = _mm512_max_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                               _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
+  const I b = _mm512_max_epi32(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
+                               _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
+  return _mm512_max_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+}
+
+// Sixteen groups at a time, so that they share their sums across lanes.
+static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float* sum) {
+  const I mask = _mm512_set1_epi32(INT32_MAX);
+  const I evens_odds = _mm512_zextsi256_si512(  // low words in `order`
+      _mm256_setr_epi16(0, 4, 8, 12, 16, 20, 24, 28, 2, 6, 10, 14, 18, 22, 26, 30));
+  for (int64_t i = 0; i < n; i += L * kGroup, scale += L, sum += L) {
+    const int some = static_cast<int>(n - i < L * kGroup ? (n - i) / kGroup : L);
+    I v[L];
+    for (int g = 0; g < L; ++g) {  // lanes without a group repeat the first, and are dropped
+      const float* p = x + i + (g < some ? g : 0) * kGroup;
+      v[g] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(load(p)), mask),
+                              _mm512_and_si512(_mm512_castps_si512(load(p + 16)), mask));
+    }
+    // step_of, sixteen times
+    const I exponent = _mm512_srli_epi32(lane_tops(v), 23);
+    const I e = _mm512_max_epi32(exponent, _mm512_set1_epi32(14));
+    const __mmask16 finite = _mm512_cmplt_epi32_mask(exponent, _mm512_set1_epi32(255));
+    const I up = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(13)), 23);
+    const I down = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254 + 13), e), 23);
+    const F step =
+        _mm512_castsi512_ps(_mm512_mask_blend_epi32(finite, _mm512_set1_epi32(0x7FC00000), up));
+    alignas(64) float inverse[L];
+    store(inverse, _mm512_castsi512_ps(_mm512_maskz_mov_epi32(finite, down)));
+    for (int g = 0; g < L; ++g) {
+      if (g >= some) {
+        v[g] = zero_i();
+        continue;
+      }
+      const float* p = x + i + g * kGroup;
+      int16_t* to = q + i + g * kGroup;
+      const F by = set1(inverse[g]);
+      const I a = _mm512_cvtps_epi32(mul(load(p), by)),
+              b = _mm512_cvtps_epi32(mul(load(p + 16), by));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                          _mm512_castsi512_si256(_mm512_permutexvar_epi16(evens_odds, a)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16),
+                          _mm512_castsi512_si256(_mm512_permutexvar_epi16(evens_odds, b)));
+      v[g] = _mm512_add_epi32(a, b);
+    }
+    const __mmask16 there = static_cast<__mmask16>((1u << some) - 1);
+    _mm512_mask_storeu_ps(scale, there, step);
+    _mm512_mask_storeu_ps(sum, there, mul(step, to_float(lane_sums(v))));
+  }
+}
+#else
 static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float* sum) {
   for (int64_t i = 0; i < n; i += kGroup, ++scale, ++sum) {
-#if defined(EDGEES_ARM_AVX512)
-    const __m512 a = load(x + i), b = load(x + i + 16);
-    const __m512i mask = _mm512_set1_epi32(INT32_MAX);
-    const uint32_t top = static_cast<uint32_t>(
-        _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask),
-                                                 _mm512_and_si512(_mm512_castps_si512(b), mask))));
-#elif defined(EDGEES_ARM_AVX2)
+#if defined(EDGEES_ARM_AVX2)
     const __m256i mask = _mm256_set1_epi32(INT32_MAX);
     __m256i most = _mm256_setzero_si256();
     for (int k = 0; k < kGroup; k += L)
@@ -27,12 +86,7 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
     scale[0] = step_of(top, &inverse);
     const F by = set1(inverse);
     int32_t total = 0;
-#if defined(EDGEES_ARM_AVX512)
-    const __m512i qa = _mm512_cvtps_epi32(mul(a, by)), qb = _mm512_cvtps_epi32(mul(b, by));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + i), _mm512_cvtepi32_epi16(qa));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + i + 16), _mm512_cvtepi32_epi16(qb));
-    total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
-#elif defined(EDGEES_ARM_AVX2)
+#if defined(EDGEES_ARM_AVX2)
     __m256i all = _mm256_setzero_si256();
     for (int k = 0; k < kGroup; k += 16) {
       const __m256i qa = _mm256_cvtps_epi32(mul(load(x + i + k), by));
@@ -56,6 +110,7 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
     sum[0] = scale[0] * static_cast<float>(total);
   }
 }
+#endif
 
 static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int16_t* panel) {
 #if defined(EDGEES_ARM_NEON)
@@ -83,244 +138,14 @@ static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int
 #endif
 }
 
-// Codes and steps of 16 weights to 2^bits code + by step + add.
-#if defined(EDGEES_ARM_NEON)
-using Bytes = uint8x16_t;
-static inline Bytes bytes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
-static inline Bytes low_nibbles(Bytes b) { return vandq_u8(b, vdupq_n_u8(15)); }
-static inline Bytes high_nibbles(Bytes b) { return vshrq_n_u8(b, 4); }
-static inline Bytes add_bytes(Bytes b, int lo) {
-  return vaddq_u8(b, vdupq_n_u8(static_cast<uint8_t>(lo)));
-}
-template <int BITS>
-static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t* q) {
-  const int8x16_t c = vreinterpretq_s8_u8(code);
-  int16x8_t a = vmovl_s8(vget_low_s8(c)), b = vmovl_s8(vget_high_s8(c));
-  if (BITS) {
-    const int16x8_t s = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(step)));
-    const int16x8_t t = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(step)));
-    const int16x8_t more = vdupq_n_s16(add);
-    a = vaddq_s16(vmlaq_n_s16(vshlq_n_s16(a, BITS), s, by), more);
-    b = vaddq_s16(vmlaq_n_s16(vshlq_n_s16(b, BITS), t, by), more);
-  }
-  vst1q_s16(q, a);
-  vst1q_s16(q + 8, b);
-}
-#else
-using Bytes = __m128i;
-static inline Bytes bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-static inline Bytes low_nibbles(Bytes b) { return _mm_and_si128(b, _mm_set1_epi8(15)); }
-static inline Bytes high_nibbles(Bytes b) {
-  return _mm_and_si128(_mm_srli_epi16(b, 4), _mm_set1_epi8(15));
-}
-static inline Bytes add_bytes(Bytes b, int lo) {
-  return _mm_add_epi8(b, _mm_set1_epi8(static_cast<char>(lo)));
-}
-template <int BITS>
-static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t* q) {
-  __m256i v = _mm256_cvtepi8_epi16(code);
-  if (BITS) {
-    const __m256i move = _mm256_mullo_epi16(_mm256_cvtepu8_epi16(step), _mm256_set1_epi16(by));
-    v = _mm256_add_epi16(_mm256_slli_epi16(v, BITS),
-                         _mm256_add_epi16(move, _mm256_set1_epi16(add)));
-  }
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), v);
-}
-#endif
-
-#if !defined(EDGEES_ARM_AVX512)
-template <class Block, int BITS>
-static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
-                     float* scale, float* offset, int64_t stride) {
-  const Block* b = static_cast<const Block*>(row);
-  constexpr int groups = Block::weights / Block::group;
-  constexpr bool nibbles = Block::weights == 32 && Block::hi - Block::lo == 15;
-  constexpr int middle = BITS ? 1 << (BITS - 1) : 0;
-  const float part = power_of_two(-BITS);
-  for (int64_t i = 0; i < n; i += Block::weights, ++b) {
-    float s[groups], o[groups] = {};
-    b->scales(Half(), s, o);
-    for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
-      *scale = s[g] * part;
-      if (Block::offset) *offset = o[g];
-    }
-    alignas(64) int8_t room[Block::weights];
-    const int8_t* c = room;
-    if constexpr (!nibbles) c = b->unpack(room);
-    for (int k = 0; k < Block::weights; k += 32) {
-      Bytes code[2], step[2] = {};
-      if constexpr (nibbles) {
-        const Bytes both = bytes(b->qs);
-        code[0] = low_nibbles(both);
-        code[1] = high_nibbles(both);
-        if (Block::lo)
-          for (Bytes& v : code) v = add_bytes(v, Block::lo);
-      } else {
-        code[0] = bytes(c + k);
-        code[1] = bytes(c + k + 16);
-      }
-      if constexpr (BITS == 4) {
-        const Bytes both = bytes(plane);
-        step[0] = low_nibbles(both);
-        step[1] = high_nibbles(both);
-      } else if constexpr (BITS == 8) {
-        step[0] = bytes(plane);
-        step[1] = bytes(plane + 16);
-      } else if constexpr (BITS == 2) {
-        alignas(16) uint8_t all[32];
-        unpack_plane(2, plane, all);
-        step[0] = bytes(all);
-        step[1] = bytes(all + 16);
-      }
-      plane += BITS * 4;
-      for (int h = 0; h < 2; ++h) {
-        const float by = s[(k + 16 * h) / Block::group];
-        int32_t sign;  // all ones where the scale is negative; a branch would be guessed wrong
-        memcpy(&sign, &by, 4);
-        sign >>= 31;
-        const int16_t up = static_cast<int16_t>(((1 << span) ^ sign) - sign);
-        join<BITS>(code[h], step[h], up, static_cast<int16_t>(-middle * up), q + i + k + 16 * h);
-      }
-    }
-  }
-}
-
-#else
-// Sixteen bytes as 32 nibbles: the low ones, then the high ones.
-static inline __m256i nibbles_of(const uint8_t* p) {
-  const __m256i down = _mm256_set_m128i(_mm_set1_epi16(4), _mm_setzero_si128());
-  const __m256i both = _mm256_broadcastsi128_si256(bytes(p));
-  return _mm256_and_si256(_mm256_srlv_epi16(both, down), _mm256_set1_epi8(15));
-}
-static inline __m256i bytes_32(const void* p) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-}
-
-// Blocks of 32 four-bit codes with four-bit steps: code and step side by side in bytes, then one
-// multiplication of both. span at most 6.
-template <class Block>
-static void nibble_codes(const Block* b, int64_t n, int span, const uint8_t* plane, int16_t* q,
-                         float* scale, float* offset, int64_t stride) {
-  const __m128 part = _mm_setr_ps(power_of_two(-4), 1, 1, 1);
-  const __m512i down = _mm512_inserti64x4(zero_i(), _mm256_set1_epi16(4), 1);
-  const __m512i low = _mm512_set1_epi8(15);
-  __m512i by[2], add[2];  // for scales above and below zero
-  for (int k = 0; k < 2; ++k) {
-    const int step = k ? -(1 << span) : 1 << span;
-    by[k] = _mm512_set1_epi16(static_cast<int16_t>(16 | (step & 255) << 8));
-    add[k] = _mm512_set1_epi16(static_cast<int16_t>(16 * Block::lo - 8 * step));
-  }
-  for (int64_t i = 0; i < n; i += 32, ++b, plane += 16, scale += stride, offset += stride) {
-    const __m128 head =
-        _mm_mul_ps(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(b))), part);
-    _mm_store_ss(scale, head);
-    if (Block::offset) _mm_store_ss(offset, _mm_movehdup_ps(head));
-    const __m128i c = bytes(b->qs), p = bytes(plane);
-    const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(c, p), _mm_unpacklo_epi8(c, p));
-    const __m512i pairs =
-        _mm512_and_si512(_mm512_srlv_epi16(_mm512_broadcast_i64x4(both), down), low);
-    _mm_prefetch(reinterpret_cast<const char*>(b) + 1024, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(plane) + 1024, _MM_HINT_T0);
-    const int minus = b->d >> 15;
-    _mm512_storeu_si512(q + i,
-                        _mm512_add_epi16(_mm512_maddubs_epi16(pairs, by[minus]), add[minus]));
-  }
-}
-
-// The same for 32 weights at a time.
-template <class Block, int BITS>
-static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
-                     float* scale, float* offset, int64_t stride) {
-  const Block* b = static_cast<const Block*>(row);
-  constexpr int groups = Block::weights / Block::group;
-  constexpr bool nibbles = Block::weights == 32 && Block::hi - Block::lo == 15;
-  constexpr bool two = Block::group == 16;  // scales in 32 weights
-  if constexpr (nibbles && BITS == 4) {
-    if (span <= 6) return nibble_codes(b, n, span, plane, q, scale, offset, stride);
-  }
-  const __m128 part = _mm_setr_ps(power_of_two(-BITS), 1, 1, 1);
-  const __m128i up = _mm_cvtsi32_si128(span);
-  const __m512i middle = _mm512_set1_epi16(static_cast<int16_t>(BITS ? 1 << (BITS - 1) : 0));
-  for (int64_t i = 0; i < n; i += Block::weights, ++b) {
-    float s[groups], o[groups];
-    if constexpr (Block::weights == 32) {  // the scale, and perhaps the offset, lead the block
-      const __m128 head =
-          _mm_mul_ps(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(b))), part);
-      _mm_store_ss(scale, head);
-      if (Block::offset) _mm_store_ss(offset, _mm_movehdup_ps(head));
-      scale += stride;
-      offset += stride;
-    } else {
-      b->scales(Half(), s, o);
-      for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
-        *scale = s[g] * power_of_two(-BITS);
-        if (Block::offset) *offset = o[g];
-      }
-    }
-    alignas(64) int8_t room[Block::weights];
-    const int8_t* c = room;
-    if constexpr (!nibbles && !std::is_same_v<Block, Q4_K>) c = b->unpack(room);
-    for (int k = 0; k < Block::weights; k += 32, plane += 4 * BITS) {
-      __m512i v;
-      if constexpr (nibbles) {
-        v = _mm512_cvtepu8_epi16(nibbles_of(b->qs));
-        if (Block::lo) v = _mm512_add_epi16(v, _mm512_set1_epi16(Block::lo));
-      } else if constexpr (std::is_same_v<Block, Q4_K>) {  // 32 bytes: one group low, the next high
-        const __m256i two_groups = bytes_32(b->qs + k / 64 * 32);
-        v = _mm512_cvtepu8_epi16(_mm256_and_si256(
-            _mm256_srl_epi16(two_groups, _mm_cvtsi32_si128(k & 32 ? 4 : 0)), _mm256_set1_epi8(15)));
-      } else {
-        v = _mm512_cvtepi8_epi16(bytes_32(c + k));
-      }
-      if constexpr (BITS != 0) {
-        __m256i step;
-        if constexpr (BITS == 4) {
-          step = nibbles_of(plane);
-        } else if constexpr (BITS == 8) {
-          step = bytes_32(plane);
-        } else {
-          alignas(32) uint8_t all[32];
-          unpack_plane(2, plane, all);
-          step = bytes_32(all);
-        }
-        __m512i move = _mm512_sll_epi16(_mm512_sub_epi16(_mm512_cvtepu8_epi16(step), middle), up);
-        __m512i minus;  // ones where the scale is negative
-        if constexpr (Block::weights == 32) {
-          int16_t d;
-          memcpy(&d, b, 2);
-          minus = _mm512_srai_epi16(_mm512_set1_epi16(d), 15);
-        } else {
-          int32_t bits[2];
-          memcpy(bits, s + k / Block::group, two ? 8 : 4);
-          minus =
-              two ? _mm512_mask_set1_epi32(_mm512_set1_epi32(bits[0] >> 31), 0xFF00, bits[1] >> 31)
-                  : _mm512_set1_epi32(bits[0] >> 31);
-        }
-        move = _mm512_sub_epi16(_mm512_xor_si512(move, minus), minus);
-        v = _mm512_add_epi16(_mm512_slli_epi16(v, BITS), move);
-      }
-      _mm512_storeu_si512(q + i + k, v);
-    }
-  }
-}
-#endif
-
-static bool codes(int type, const void* row, int64_t n, int bits, int span, const uint8_t* plane,
-                  int16_t* q, float* scale, float* offset, int64_t stride) {
-  return with_format(type, [&](auto* format) {
-    using Block = std::remove_pointer_t<decltype(format)>;
-    (bits == 0   ? codes_of<Block, 0>
-     : bits == 2 ? codes_of<Block, 2>
-     : bits == 4 ? codes_of<Block, 4>
-                 : codes_of<Block, 8>)(row, n, span, plane, q, scale, offset, stride);
-  });
-}
-
 static void signs(const uint32_t* words, int64_t n, int16_t* q) {
 #if defined(EDGEES_ARM_AVX512)
+  const __m512i one = _mm512_set1_epi16(1);
+  const __m512i at =
+      _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(order)));
   for (int64_t j = 0; j < n; j += 32) {
-    const __m512i one = _mm512_set1_epi16(1);
-    _mm512_storeu_si512(q + j, _mm512_mask_sub_epi16(one, words[j >> 5], zero_i(), one));
+    const __m512i v = _mm512_mask_sub_epi16(one, words[j >> 5], zero_i(), one);
+    _mm512_storeu_si512(q + j, _mm512_permutexvar_epi16(at, v));
   }
 #else
   for (int64_t j = 0; j < n; j += 32) {
@@ -381,7 +206,7 @@ static void panel_of(const Codes16& w, bool add, int rows, int64_t n, const int1
 static void panel(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
                   const float* scale, const float* sum, float* out) {
   if (w.group == 16) return panel_of<16, false>(w, add, rows, n, x, scale, sum, out);
-  if (w.offset) return panel_of<32, true>(w, add, rows, n, x, scale, sum, out);
+  if (w.offsets) return panel_of<32, true>(w, add, rows, n, x, scale, sum, out);
   panel_of<32, false>(w, add, rows, n, x, scale, sum, out);
 }
 
@@ -505,6 +330,6 @@ static void column_of(const Codes16& w, int rows, int64_t n, const int16_t* x, c
 static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                    const float* sum, float* y) {
   if (w.group == 16) return column_of<16, false>(w, rows, n, x, scale, sum, y);
-  if (w.offset) return column_of<32, true>(w, rows, n, x, scale, sum, y);
+  if (w.offsets) return column_of<32, true>(w, rows, n, x, scale, sum, y);
   column_of<32, false>(w, rows, n, x, scale, sum, y);
 }

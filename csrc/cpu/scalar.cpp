@@ -12,6 +12,7 @@
 namespace edgees {
 namespace {
 constexpr int L = 8;
+constexpr const uint8_t* order = kNaturalOrder;
 
 #include "scalar_blocks.inl"
 #include "scalar_graph.inl"

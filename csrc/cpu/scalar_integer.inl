@@ -29,30 +29,33 @@ static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int
       for (int k = 0; k < 2; ++k) panel[2 * c + k] = c < columns ? q[c * ld + i + k] : int16_t{0};
 }
 
-static bool codes(int type, const void* row, int64_t n, int bits, int span, const uint8_t* plane,
-                  int16_t* q, float* scale, float* offset, int64_t stride) {
-  return with_format(type, [&](auto* format) {
+static bool codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  return with_format(from.type, [&](auto* format) {
     using Block = std::remove_pointer_t<decltype(format)>;
     constexpr int groups = Block::weights / Block::group;
-    const Block* b = static_cast<const Block*>(row);
-    for (int64_t i = 0; i < n; ++b) {
-      int8_t room[Block::weights];
-      float s[groups], o[groups] = {};
-      b->scales(PlainHalf(), s, o);
-      const int8_t* c = b->unpack(room);
-      for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
-        *scale = s[g] * power_of_two(-bits);
-        if (Block::offset) *offset = o[g];
-      }
-      for (int k = 0; k < Block::weights; ++k, ++i) {
-        int move = 0;
-        if (bits) {
-          uint8_t step[32];
-          unpack_plane(bits, plane + i / 32 * 4 * bits, step);
-          move = (step[i % 32] - (1 << (bits - 1))) * (1 << span);
+    const int bits = from.bits, middle = bits ? 1 << (bits - 1) : 0;
+    for (int r = 0; r < rows; ++r) {
+      const Block* b = reinterpret_cast<const Block*>(from.base + r * from.base_stride);
+      float *scale = to.scale + r, *offset = to.offset + r;
+      for (int64_t i = 0; i < n; ++b) {
+        int8_t room[Block::weights];
+        float s[groups], o[groups] = {};
+        b->scales(PlainHalf(), s, o);
+        const int8_t* c = b->unpack(room);
+        for (int g = 0; g < groups; ++g, scale += to.stride, offset += to.stride) {
+          *scale = s[g] * power_of_two(-bits);
+          if (Block::offset) *offset = o[g];
         }
-        q[i] = static_cast<int16_t>(c[k] * (1 << bits) +
-                                    (std::signbit(s[k / Block::group]) ? -move : move));
+        for (int k = 0; k < Block::weights; ++k, ++i) {
+          int move = 0;
+          if (bits) {
+            uint8_t step[32];
+            unpack_plane(bits, from.plane + r * from.plane_stride + i / 32 * 4 * bits, step);
+            move = (step[i % 32] - middle) * (1 << from.span);
+          }
+          to.q[r * to.ld + i] = static_cast<int16_t>(
+              c[k] * (1 << bits) + (std::signbit(s[k / Block::group]) ? -move : move));
+        }
       }
     }
   });
@@ -77,7 +80,7 @@ static float integer_dot(const Codes16& w, int64_t row, int64_t n, const int16_t
       }
       acc = std::fma(static_cast<float>(part) * scale[block], w.scale[g * w.stride + row], acc);
     }
-    if (w.offset) acc = std::fma(sum[block], w.offset[i / kGroup * w.stride + row], acc);
+    if (w.offsets) acc = std::fma(sum[block], w.offset[i / kGroup * w.stride + row], acc);
   }
   return acc;
 }

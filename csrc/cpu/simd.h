@@ -3,6 +3,11 @@
 #if defined(EDGEES_ARM_AVX512)
 using F = __m512;
 constexpr int L = 16;
+// The even weights of either half, then its odd ones: bytes become words by shifts alone
+// (codes.inl).
+alignas(32) constexpr uint8_t order[32] = {0,  2,  4,  6,  8,  10, 12, 14, 1,  3,  5,
+                                           7,  9,  11, 13, 15, 16, 18, 20, 22, 24, 26,
+                                           28, 30, 17, 19, 21, 23, 25, 27, 29, 31};
 static inline F load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, F v) { _mm512_storeu_ps(p, v); }
 static inline F set1(float v) { return _mm512_set1_ps(v); }
@@ -88,6 +93,7 @@ static inline I lane_sums(const I* v) {
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
 constexpr int L = 8;
+constexpr const uint8_t* order = kNaturalOrder;
 static inline F load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store(float* p, F v) { _mm256_storeu_ps(p, v); }
 static inline F set1(float v) { return _mm256_set1_ps(v); }
@@ -147,6 +153,7 @@ static inline I lane_sums(const I* v) {
 #elif defined(EDGEES_ARM_NEON)
 using F = float32x4_t;
 constexpr int L = 4;
+constexpr const uint8_t* order = kNaturalOrder;
 static inline F load(const float* p) { return vld1q_f32(p); }
 static inline void store(float* p, F v) { vst1q_f32(p, v); }
 static inline F set1(float v) { return vdupq_n_f32(v); }

@@ -23,6 +23,8 @@ FEW_STREAMS = 4
 """So few running sequences leave room in a call: finished answers to the same prompt then draft what comes next."""
 DRAFT = 7
 """Tokens that may be drafted at a time."""
+ENDING = 4
+"""So many last tokens tell one place of a text from another."""
 
 Target = tuple[Member, tuple[int, ...], tuple[int, ...]]
 
@@ -78,7 +80,7 @@ class Job:
     """One sequence on its way: ``tokens`` to compute, and what has come out so far.
 
     first_output: position of the first token whose logits are wanted (likelihoods; completions want the last only).
-    limit: how many tokens may be generated.
+    limit: how many tokens may be generated. draft: how many of them may be guessed at a time.
     """
 
     index: int
@@ -90,6 +92,7 @@ class Job:
     generated: list[int] = field(default_factory=list)
     data: bytearray = field(default_factory=bytearray)
     outcome: str = ""
+    draft: int = 2
     rows: list[float] = field(default_factory=list)
 
     @property
@@ -204,8 +207,8 @@ class Scheduler:
         self.streams, self.text = streams, text
         self.slots = [Slot(i) for i in range(streams.parallel)]
         self.tokens = 0
-        self.answers: dict[tuple[int, ...], list[int]] = {}
-        """The last finished answer to each prompt: a draft for the other members'."""
+        self.answers: dict[tuple[int, ...], list[list[int]]] = {}
+        """The finished answers to each prompt: drafts for the other members'."""
 
     def forget(self) -> None:
         """The weights have changed: no stream's keys and values can be taken over any more."""
@@ -280,18 +283,24 @@ class Scheduler:
         return [a + b[:width] for a, b in zip(last, guesses, strict=True)] if width else last
 
     def _guess(self, job: Job) -> list[int]:
-        """How another member's answer to the same prompt goes on from here."""
-        answer = self.answers.get(job.prompt)
-        if not answer:
-            return []
-        n = len(job.generated)
-        room = min(DRAFT, job.limit - n - 1)
-        if answer[:n] == job.generated:
-            return answer[n : n + room]
-        for at in range(len(answer) - 2, 0, -1):
-            if answer[at - 1 : at + 1] == job.generated[-2:]:
-                return answer[at + 1 : at + 1 + room]
-        return []
+        """How a text goes on from the tokens that the job ends with: another member's answer to the prompt, or its own.
+
+        The longest common ending counts, of equally long ones the latest.
+        """
+        own = [*job.prompt, *job.generated]
+        room = min(job.draft, job.limit - len(job.generated) - 1)
+        texts = [own[:-1], *([*job.prompt[-ENDING:], *a] for a in self.answers.get(job.prompt, ()))]
+        best, found = 1, list[int]()
+        for text in texts:
+            for at in range(1, len(text)):  # text[at - 1] is the last token in common
+                if text[at - 1] != own[-1]:
+                    continue
+                n = 1
+                while n < min(ENDING, at) and text[at - 1 - n] == own[-1 - n]:
+                    n += 1
+                if n > 1 and n >= best:
+                    best, found = n, text[at : at + room]
+        return found
 
     def _verify(self, slot: Slot, tokens: list[int], rows: np.ndarray) -> int:
         """Accept drafted tokens as far as the job would have sampled them itself; 1 when it is finished."""
@@ -303,6 +312,8 @@ class Scheduler:
             if done or k + 1 == len(tokens) or token != tokens[k + 1]:
                 break
         slot.held = slot.held + tokens[: k + 1]
+        # A guess that held is worth a longer one; each token costs a part of a step.
+        job.draft = min(DRAFT, 2 * k + 1) if k + 1 == len(tokens) else max(1, k)
         if k + 1 < len(tokens):
             self.streams.trim(slot.id, len(slot.held))
         return done
@@ -312,7 +323,7 @@ class Scheduler:
         for slot, token in zip(slots, tokens, strict=True):
             assert slot.job
             if slot.job.append(token, self.text):
-                self.answers[slot.job.prompt] = slot.job.generated
+                self.answers.setdefault(slot.job.prompt, []).append(slot.job.generated)
                 slot.job = None
                 done += 1
         return done

@@ -1,0 +1,277 @@
+// Weights as integers (scalar_integer.inl says which), for the vector arms.
+#if !defined(EDGEES_ARM_AVX512)
+// Codes and steps of 16 weights to 2^bits code + by step + add.
+#if defined(EDGEES_ARM_NEON)
+using Bytes = uint8x16_t;
+static inline Bytes bytes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
+static inline Bytes low_nibbles(Bytes b) { return vandq_u8(b, vdupq_n_u8(15)); }
+static inline Bytes high_nibbles(Bytes b) { return vshrq_n_u8(b, 4); }
+static inline Bytes add_bytes(Bytes b, int lo) {
+  return vaddq_u8(b, vdupq_n_u8(static_cast<uint8_t>(lo)));
+}
+template <int BITS>
+static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t* q) {
+  const int8x16_t c = vreinterpretq_s8_u8(code);
+  int16x8_t a = vmovl_s8(vget_low_s8(c)), b = vmovl_s8(vget_high_s8(c));
+  if (BITS) {
+    const int16x8_t s = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(step)));
+    const int16x8_t t = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(step)));
+    const int16x8_t more = vdupq_n_s16(add);
+    a = vaddq_s16(vmlaq_n_s16(vshlq_n_s16(a, BITS), s, by), more);
+    b = vaddq_s16(vmlaq_n_s16(vshlq_n_s16(b, BITS), t, by), more);
+  }
+  vst1q_s16(q, a);
+  vst1q_s16(q + 8, b);
+}
+#else
+using Bytes = __m128i;
+static inline Bytes bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+static inline Bytes low_nibbles(Bytes b) { return _mm_and_si128(b, _mm_set1_epi8(15)); }
+static inline Bytes high_nibbles(Bytes b) {
+  return _mm_and_si128(_mm_srli_epi16(b, 4), _mm_set1_epi8(15));
+}
+static inline Bytes add_bytes(Bytes b, int lo) {
+  return _mm_add_epi8(b, _mm_set1_epi8(static_cast<char>(lo)));
+}
+template <int BITS>
+static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t* q) {
+  __m256i v = _mm256_cvtepi8_epi16(code);
+  if (BITS) {
+    const __m256i move = _mm256_mullo_epi16(_mm256_cvtepu8_epi16(step), _mm256_set1_epi16(by));
+    v = _mm256_add_epi16(_mm256_slli_epi16(v, BITS),
+                         _mm256_add_epi16(move, _mm256_set1_epi16(add)));
+  }
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), v);
+}
+#endif
+
+template <class Block, int BITS>
+static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
+                     float* scale, float* offset, int64_t stride) {
+  const Block* b = static_cast<const Block*>(row);
+  constexpr int groups = Block::weights / Block::group;
+  constexpr bool nibbles = Block::weights == 32 && Block::hi - Block::lo == 15;
+  constexpr int middle = BITS ? 1 << (BITS - 1) : 0;
+  const float part = power_of_two(-BITS);
+  for (int64_t i = 0; i < n; i += Block::weights, ++b) {
+    float s[groups], o[groups] = {};
+    scales_of(b, s, o);
+    for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
+      *scale = s[g] * part;
+      if (Block::offset) *offset = o[g];
+    }
+    alignas(64) int8_t room[Block::weights];
+    const int8_t* c = room;
+    if constexpr (!nibbles) c = b->unpack(room);
+    for (int k = 0; k < Block::weights; k += 32) {
+      Bytes code[2], step[2] = {};
+      if constexpr (nibbles) {
+        const Bytes both = bytes(b->qs);
+        code[0] = low_nibbles(both);
+        code[1] = high_nibbles(both);
+        if (Block::lo)
+          for (Bytes& v : code) v = add_bytes(v, Block::lo);
+      } else {
+        code[0] = bytes(c + k);
+        code[1] = bytes(c + k + 16);
+      }
+      if constexpr (BITS == 4) {
+        const Bytes both = bytes(plane);
+        step[0] = low_nibbles(both);
+        step[1] = high_nibbles(both);
+      } else if constexpr (BITS == 8) {
+        step[0] = bytes(plane);
+        step[1] = bytes(plane + 16);
+      } else if constexpr (BITS == 2) {
+        alignas(16) uint8_t all[32];
+        unpack_plane(2, plane, all);
+        step[0] = bytes(all);
+        step[1] = bytes(all + 16);
+      }
+      plane += BITS * 4;
+      for (int h = 0; h < 2; ++h) {
+        const float by = s[(k + 16 * h) / Block::group];
+        int32_t sign;  // all ones where the scale is negative; a branch would be guessed wrong
+        memcpy(&sign, &by, 4);
+        sign >>= 31;
+        const int16_t up = static_cast<int16_t>(((1 << span) ^ sign) - sign);
+        join<BITS>(code[h], step[h], up, static_cast<int16_t>(-middle * up), q + i + k + 16 * h);
+      }
+    }
+  }
+}
+
+#else
+// Groups in the arm's own order.
+static inline __m128i sixteen_bytes(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+static inline __m512i by_lane(int a, int b, int c, int d) {
+  const __m256i low = _mm256_set_m128i(_mm_set1_epi16(static_cast<int16_t>(b)),
+                                       _mm_set1_epi16(static_cast<int16_t>(a)));
+  const __m256i high = _mm256_set_m128i(_mm_set1_epi16(static_cast<int16_t>(d)),
+                                        _mm_set1_epi16(static_cast<int16_t>(c)));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+// Words of 32 bytes, `bits` from bit `from` of each on.
+static inline __m512i words_of(const void* p, int from = 0, int bits = 8) {
+  const __m512i first = _mm512_broadcast_i32x4(sixteen_bytes(p));
+  const __m512i v = _mm512_mask_broadcast_i32x4(first, 0xFF00,
+                                                sixteen_bytes(static_cast<const uint8_t*>(p) + 16));
+  return _mm512_and_si512(_mm512_srlv_epi16(v, by_lane(from, from + 8, from, from + 8)),
+                          _mm512_set1_epi16(static_cast<int16_t>((1 << bits) - 1)));
+}
+// The nibbles of 16 bytes as the words of 32 weights, low ones first; in the high bytes.
+static inline __m512i nibble_words(const void* p) {
+  const __m512i v = _mm512_broadcast_i32x4(sixteen_bytes(p));
+  return _mm512_and_si512(_mm512_srlv_epi16(v, by_lane(0, 8, 4, 12)), _mm512_set1_epi16(15));
+}
+static inline __m512i high_nibble_words(const void* p) {
+  const __m512i v = _mm512_broadcast_i32x4(sixteen_bytes(p));
+  const __m512i left = _mm512_setr_epi64(8, 8, 0, 0, 4, 4, 60, 60);  // bits stay in their words
+  return _mm512_and_si512(_mm512_rolv_epi64(v, left), _mm512_set1_epi16(15 << 8));
+}
+
+// Codes less Block::lo of weights 32j.. of a block.
+template <class Block>
+static inline __m512i code_words(const Block* b, int j) {
+  if constexpr (std::is_same_v<Block, Q4_K>) {  // 32 bytes: one group low, the next high
+    return words_of(b->qs + j / 2 * 32, j % 2 * 4, 4);
+  } else if constexpr (std::is_same_v<Block, Q5_K>) {
+    return _mm512_or_si512(words_of(b->qs + j / 2 * 32, j % 2 * 4, 4),
+                           _mm512_slli_epi16(words_of(b->qh, j, 1), 4));
+  } else if constexpr (std::is_same_v<Block, Q6_K>) {
+    return _mm512_or_si512(words_of(b->ql + j / 4 * 64 + j % 2 * 32, j / 2 % 2 * 4, 4),
+                           _mm512_slli_epi16(words_of(b->qh + j / 4 * 32, j % 4 * 2, 2), 4));
+  } else if constexpr (std::is_same_v<Block, Q8_0>) {
+    return _mm512_xor_si512(words_of(b->qs), _mm512_set1_epi16(128));
+  } else if constexpr (Block::hi - Block::lo == 15) {
+    return nibble_words(b->qs);
+  } else {  // unpack() adds lo
+    alignas(32) int8_t room[Block::weights];
+    b->unpack(room);
+    const __m512i v = _mm512_sub_epi16(words_of(room), _mm512_set1_epi16(Block::lo));
+    return _mm512_and_si512(v, _mm512_set1_epi16(255));
+  }
+}
+
+// A row. Scales of blocks of 32 stay binary16, in the low halves of their places.
+// PAIRED: code and step of a weight lie side by side in bytes, and one multiplication does both.
+template <class Block, int BITS, bool PAIRED>
+static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
+                     float* scale, float* offset, int64_t stride) {
+  const Block* b = static_cast<const Block*>(row);
+  constexpr int groups = Block::weights / Block::group;
+  constexpr bool own_signs = std::is_same_v<Block, Q6_K>;
+  __m512i by[2], more[2];  // for scales above and below zero
+  for (int k = 0; k < 2; ++k) {
+    const int step = k ? -(1 << span) : 1 << span, one = 1 << BITS;
+    by[k] = _mm512_set1_epi16(static_cast<int16_t>((one & 255) | (step & 255) << 8));
+    more[k] =
+        _mm512_set1_epi16(static_cast<int16_t>(Block::lo * one - (PAIRED ? step * (one / 2) : 0)));
+  }
+  const __m512i middle = _mm512_set1_epi16(static_cast<int16_t>(BITS ? 1 << (BITS - 1) : 0));
+  const __m128i up = _mm_cvtsi32_si128(span);
+  for (int64_t i = 0; i < n; i += Block::weights, ++b) {
+    uint32_t below = 0;  // Q6_K: which of the scales are negative, zeros too
+    const int minus = b->d >> 15;
+    if constexpr (Block::weights == 32) {
+      memcpy(scale, &b->d, 2);
+      scale += stride;
+      if constexpr (Block::offset) {
+        memcpy(offset, &b->m, 2);
+        offset += stride;
+      }
+    } else {
+      float s[16], o[16];
+      scales_of(b, s, o);
+      if constexpr (own_signs) {
+        below = _mm512_movepi32_mask(_mm512_castps_si512(mul(from_i8(b->sc), set1(Half()(b->d)))));
+      }
+      for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
+        *scale = s[g] * power_of_two(-BITS);
+        if (Block::offset) *offset = o[g];
+      }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < Block::weights / 32; ++j, plane += 4 * BITS) {
+      __m512i v = code_words(b, j);
+      __mmask32 lanes = minus ? ~0u : 0u;
+      if (own_signs)
+        lanes = (below >> 2 * j & 1 ? 0xFFFFu : 0) | (below >> 2 * j & 2 ? 0xFFFF0000u : 0);
+      const auto pick = [&](const __m512i* two) {
+        return own_signs ? _mm512_mask_blend_epi16(lanes, two[0], two[1]) : two[minus];
+      };
+      if constexpr (BITS == 0) {
+        v = _mm512_add_epi16(v, more[0]);
+      } else {
+        alignas(32) uint8_t all[32];
+        if constexpr (BITS == 2) unpack_plane(2, plane, all);
+        if constexpr (PAIRED) {
+          v = _mm512_or_si512(
+              v, BITS == 4 ? high_nibble_words(plane) : _mm512_slli_epi16(words_of(all), 8));
+          v = _mm512_add_epi16(_mm512_maddubs_epi16(v, pick(by)), pick(more));
+        } else {
+          const __m512i steps = BITS == 4   ? nibble_words(plane)
+                                : BITS == 2 ? words_of(all)
+                                            : words_of(plane);
+          const __m512i move = _mm512_sll_epi16(_mm512_sub_epi16(steps, middle), up);
+          v = _mm512_add_epi16(_mm512_slli_epi16(v, BITS), more[0]);
+          v = _mm512_mask_sub_epi16(_mm512_add_epi16(v, move), lanes, v, move);
+        }
+      }
+      _mm512_storeu_si512(q + i + 32 * j, v);
+    }
+  }
+}
+
+// Places of binary16 to floats times `by`, for `rows` rows and all groups.
+static void from_halves(float* at, int64_t groups, int64_t stride, int rows, float by) {
+  for (int64_t g = 0; g < groups; ++g)
+    for (int r = 0; r < rows; r += L) {
+      const __mmask16 some = rows - r < L ? static_cast<__mmask16>((1u << (rows - r)) - 1) : 0xFFFF;
+      float* p = at + g * stride + r;
+      const __m256i half = _mm512_cvtepi32_epi16(_mm512_maskz_loadu_epi32(some, p));
+      _mm512_mask_storeu_ps(p, some, mul(_mm512_cvtph_ps(half), set1(by)));
+    }
+}
+#endif
+
+static bool codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  return with_format(from.type, [&](auto* format) {
+    using Block = std::remove_pointer_t<decltype(format)>;
+#if defined(EDGEES_ARM_AVX512)
+    const bool paired = from.span <= 6;
+    const auto row = from.bits == 0             ? codes_of<Block, 0, false>
+                     : from.bits == 2 && paired ? codes_of<Block, 2, true>
+                     : from.bits == 2           ? codes_of<Block, 2, false>
+                     : from.bits == 4 && paired ? codes_of<Block, 4, true>
+                     : from.bits == 4           ? codes_of<Block, 4, false>
+                                                : codes_of<Block, 8, false>;
+#else
+    const auto row = from.bits == 0   ? codes_of<Block, 0>
+                     : from.bits == 2 ? codes_of<Block, 2>
+                     : from.bits == 4 ? codes_of<Block, 4>
+                                      : codes_of<Block, 8>;
+#endif
+    const int64_t bytes = n / Block::weights * static_cast<int64_t>(sizeof(Block));
+    for (int r = 0; r < rows; ++r) {
+      const uint8_t *base = from.base + r * from.base_stride,
+                    *plane = from.plane + r * from.plane_stride;
+      if (from.next_base) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + from.next_base + i);
+      }
+      if (from.next_plane) {
+        for (int64_t i = 0; i < plane_bytes(from.bits, n); i += 64)
+          __builtin_prefetch(plane + from.next_plane + i);
+      }
+      row(base, n, from.span, plane, to.q + r * to.ld, to.scale + r, to.offset + r, to.stride);
+    }
+#if defined(EDGEES_ARM_AVX512)
+    if constexpr (Block::weights == 32) {
+      from_halves(to.scale, n / 32, to.stride, rows, power_of_two(-from.bits));
+      if (Block::offset) from_halves(to.offset, n / 32, to.stride, rows, 1.0f);
+    }
+#endif
+  });
+}
