@@ -51,4 +51,12 @@ struct Codes16 {
   int group;       // 32 or 16
 };
 
+constexpr int kSignRows = 16, kSignColumns = 8;  // of one call of `sign_columns`
+
+struct SignColumn {
+  const int32_t* table;
+  const float* scale;  // of its groups
+  float* y;
+};
+
 }  // namespace edgees

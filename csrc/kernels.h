@@ -7,6 +7,7 @@ namespace edgees {
 
 struct Rows;  // integer.h
 struct Codes16;
+struct SignColumn;
 
 constexpr int kAttendHeads = 16;  // at most, in one call
 constexpr uint16_t kMinusInfinity = 0xFC00;
@@ -70,6 +71,12 @@ struct Kernels {
   bool (*codes)(const Rows& from, int rows, int64_t n, const Codes16& to);
   // exact. The +-1 of packed signs as integers, n a multiple of 32.
   void (*signs)(const uint32_t* words, int64_t n, int16_t* q);
+  // A column as `sign_columns` wants it, in the arm's own form: 4 n numbers.
+  void (*sign_table)(const int16_t* x, int64_t n, int32_t* table);
+  // exact, and the same numbers as `panel` and `column` with +-1 of scale c: y[k][r] = c times row
+  // rows[r] (at most 16) of a member's dense signs times column k (at most kSignColumns).
+  void (*sign_columns)(uint64_t key, uint32_t tensor, const uint32_t* rows, int count, int64_t n,
+                       const SignColumn* columns, int columns_count, float c);
   // exact. out[row * lanes + column] = (add: +=) rows times a panel; scale and sum are
   // [group][lanes]. A dot may be made in several calls, from its first group to its last.
   void (*panel)(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
@@ -101,10 +108,11 @@ struct Kernels {
 };
 
 // An arm's table, from functions of these names in its own namespace.
-#define EDGEES_KERNELS(name)                                                                       \
-  {name,    L,      philox,   add_signs,  add_normals, sign_dot, decode,   cells, add_plane,       \
-   tile,    order,  quantize, interleave, codes,       signs,    panel,    peak,  add_panel_signs, \
-   unpanel, column, to_half,  rms_norm,   swiglu,      attend,   decay_add}
+#define EDGEES_KERNELS(name)                                                           \
+  {name,   L,          philox,       add_signs, add_normals, sign_dot,        decode,  \
+   cells,  add_plane,  tile,         order,     quantize,    interleave,      codes,   \
+   signs,  sign_table, sign_columns, panel,     peak,        add_panel_signs, unpanel, \
+   column, to_half,    rms_norm,     swiglu,    attend,      decay_add}
 
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)

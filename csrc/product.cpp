@@ -180,6 +180,10 @@ class Product {
       each(tasks, !few_, [&](int64_t i) { to_integers(i); });
       in_.integers_ = true;
     }
+    if (sign_integers_) {
+      tables_.resize(static_cast<size_t>(n_ * 4 * t_.cols));
+      each(static_cast<int64_t>(w_.owners.size()), !few_, [&](int64_t i) { tables_of(i); });
+    }
     if (t_.factors) {
       dots_.resize(static_cast<size_t>(n_ * t_.factors));
       each((n_ + kChunk - 1) / kChunk, !few_, [&](int64_t i) { pool_dots(i * kChunk); });
@@ -211,9 +215,9 @@ class Product {
   }
 
  private:
-  static constexpr int64_t kChunk = 32;  // columns of a task
-  static constexpr int kPanelRows = 24;  // rows decoded at once: a multiple of what panels take
-  static constexpr int kSignRows = 12;   // the same for dense signs
+  static constexpr int64_t kChunk = 32;   // columns of a task
+  static constexpr int kPanelRows = 24;   // rows decoded at once: a multiple of what panels take
+  static constexpr int kPanelSigns = 12;  // the same for dense signs
   static constexpr int kStride = kPanelRows;
 
   template <class Body>
@@ -285,6 +289,16 @@ class Product {
         scale[g * lanes_ + c] = from < 0 ? 0.0f : in_.scale_[static_cast<size_t>(from)];
         sum[g * lanes_ + c] = from < 0 ? 0.0f : in_.sum_[static_cast<size_t>(from)];
       }
+  }
+
+  // A member's columns for `sign_columns`.
+  void tables_of(int64_t i) {
+    const Owner& o = w_.owners[static_cast<size_t>(i)];
+    if (o.c == 0.0f || o.count > kSignColumns) return;
+    for (int64_t j = o.first; j < o.first + o.count; ++j) {
+      const int64_t c = w_.order[static_cast<size_t>(j)];
+      kernels().sign_table(&in_.q_[c * t_.cols], t_.cols, &tables_[c * 4 * t_.cols]);
+    }
   }
 
   // dots[c][k] = pool_k . x_c for all factors, columns first..
@@ -490,6 +504,7 @@ class Product {
   }
 
   void add_sign_rows(const Owner& o, int64_t row, int64_t n) {
+    if (o.count <= kSignColumns) return add_sign_columns(o, row, n);
     Buffers& b = buffers;
     int16_t* q = room(b.codes, kStride * t_.cols);
     float* scale = room(b.scale, kStride * groups_);
@@ -497,24 +512,15 @@ class Product {
     const Codes16 w{q, t_.cols, scale, scale, false, kStride, kGroup};
     uint32_t* words = room(b.words, sign_word_count(t_.cols));
     float* out = room(b.part, kStride * lanes_);
-    for (int64_t first = 0; first < n; first += kSignRows) {
-      const int64_t some = std::min<int64_t>(kSignRows, n - first);
+    for (int64_t first = 0; first < n; first += kPanelSigns) {
+      const int64_t some = std::min<int64_t>(kPanelSigns, n - first);
       for (int64_t r = 0; r < some; ++r) {
         const int64_t at = canonical_row(row + first + r, t_.rows, t_.heads);
         sign_words(o.member->key, static_cast<uint32_t>(at), t_.id, kStreamSign, t_.cols, words);
         kernels().signs(words, t_.cols, q + r * t_.cols);
       }
-      for (int64_t j = o.first; j < o.first + o.count;) {
-        const int64_t left = o.first + o.count - j;
-        if (left <= few()) {
-          std::fill_n(out, some, 0.0f);
-          const int64_t c = w_.order[static_cast<size_t>(j++)];
-          kernels().column(w, static_cast<int>(some), t_.cols, &in_.q_[c * t_.cols],
-                           &in_.scale_[c * groups_], &in_.sum_[c * groups_], out);
-          for (int64_t r = 0; r < some; ++r) b.at[c][first + r] += out[r];
-          continue;
-        }
-        const int64_t count = std::min(left, lanes_);
+      for (int64_t j = o.first; j < o.first + o.count; j += lanes_) {
+        const int64_t count = std::min(o.first + o.count - j, lanes_);
         gather(&w_.order[static_cast<size_t>(j)], count);
         kernels().panel(w, false, static_cast<int>(some), t_.cols, b.panel.data(),
                         b.panel_scale.data(), b.panel_sum.data(), out);
@@ -522,7 +528,27 @@ class Product {
           float* y = b.at[static_cast<size_t>(w_.order[static_cast<size_t>(j + k)])] + first;
           for (int64_t r = 0; r < some; ++r) y[r] += out[r * lanes_ + k];
         }
-        j += count;
+      }
+    }
+  }
+
+  // The same for a few columns: no integers of the signs are written anywhere.
+  void add_sign_columns(const Owner& o, int64_t row, int64_t n) {
+    uint32_t rows[kSignRows];
+    float y[kSignColumns][kSignRows];
+    SignColumn columns[kSignColumns];
+    const int32_t* order = &w_.order[static_cast<size_t>(o.first)];
+    for (int64_t k = 0; k < o.count; ++k)
+      columns[k] = {&tables_[order[k] * 4 * t_.cols], &in_.scale_[order[k] * groups_], y[k]};
+    for (int64_t first = 0; first < n; first += kSignRows) {
+      const int64_t some = std::min<int64_t>(kSignRows, n - first);
+      for (int64_t r = 0; r < some; ++r)
+        rows[r] = static_cast<uint32_t>(canonical_row(row + first + r, t_.rows, t_.heads));
+      kernels().sign_columns(o.member->key, t_.id, rows, static_cast<int>(some), t_.cols, columns,
+                             static_cast<int>(o.count), o.c);
+      for (int64_t k = 0; k < o.count; ++k) {
+        float* to = buffers.at[static_cast<size_t>(order[k])] + first;
+        for (int64_t r = 0; r < some; ++r) to[r] += y[k][r];
       }
     }
   }
@@ -555,6 +581,7 @@ class Product {
   std::vector<uint32_t> left_;        // [owner][rank][words]
   std::vector<uint32_t> panel_left_;  // [panel][rank][words][lanes]
   std::vector<float> panel_by_;       // [panel][rank][lanes]
+  std::vector<int32_t> tables_;       // [column][4 cols]
   std::vector<float> dots_;           // [column][rank] (lowrank) or [column][factors] (adapter)
 };
 

@@ -120,7 +120,7 @@ class Runner:
         else:
             self.context = self.engine._need(1024 if micro > 256 else 512, streams)
         llamacpp.MICRO_BATCH = default
-        self.streams, self.started = streams, False
+        self.streams, self.flash, self.started = streams, flash, False
         self.members = [CENTRE] * streams if kind is None else members(streams) if mixed else members(1) * streams
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(1000, min(9000, self.engine.vocabulary), (streams, 1024)).tolist()
@@ -422,22 +422,30 @@ def memory(path: Path, _: int, __: argparse.Namespace) -> Iterator[Figure]:
 
 
 def large(path: Path, rounds: int, _: argparse.Namespace) -> Iterator[Figure]:
-    streams, steps = 16, 6
+    steps = 4
     with tempfile.TemporaryDirectory() as folder:
-        for kind, name in (("Q4_K", "rollout_1b_vs_same_file"), ("Q4_0", "rollout_1b_q4_0_vs_same_file")):
+        for kind, name in (("Q4_K", "rollout_1b"), ("Q4_0", "rollout_1b_q4_0")):
             big = write_large(path, Path(folder) / f"{kind}.gguf", kind)
-            runners = stock(big, streams) | {"ours": Runner(big, streams, "lowrank")}
-            median = alternate({k: lambda r=r: r.decode(steps) for k, r in runners.items()}, rounds)
-            yield figure(
-                name, median["ours"], best_stock(median), "tokens/s", rounds, file_mib=os.path.getsize(big) / 2**20
-            )
-            for r in runners.values():
-                r.close()
+            for streams in (16, 32):
+                rivals = stock(big, streams)
+                rivals |= {f"{k} repacked": Runner(big, streams, flash=r.flash, extra=True) for k, r in rivals.items()}
+                runners = rivals | {"ours": Runner(big, streams, "lowrank")}
+                median = alternate({k: lambda r=r: r.decode(steps) for k, r in runners.items()}, rounds)
+                yield figure(
+                    f"{name}{'' if streams == 32 else f'_x{streams}'}_vs_same_file", median["ours"], best_stock(median),
+                    "tokens/s", rounds, file_mib=os.path.getsize(big) / 2**20,
+                    stock={k: round(v, 1) for k, v in median.items() if k != "ours"},
+                )  # fmt: skip
+                for r in runners.values():
+                    r.close()
             big.unlink()
 
 
 def write_large(template: Path, out: Path, kind: str) -> Path:
-    """A random model of 1.1 billion weights (22 layers, 2048 wide) with the tokenizer of another file."""
+    """A random model of 1.1 billion weights (22 layers, 2048 wide) with the tokenizer of another file.
+
+    Q4_K stands for the mixture Q4_K_M: token table, half of the values and of the last products of a layer are Q6_K.
+    """
     import gguf
 
     rng = np.random.default_rng(0)
@@ -457,31 +465,33 @@ def write_large(template: Path, out: Path, kind: str) -> Path:
             sub = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, entry.contents(), entry.types[0], sub)
     vocabulary = len(source.fields["tokenizer.ggml.tokens"].data)
-    weights, size = (256, 144) if kind == "Q4_K" else (32, 18)
+    sizes = {"Q4_K": (256, 144), "Q6_K": (256, 210), "Q4_0": (32, 18)}
 
-    def matrix(name: str, rows: int, cols: int) -> None:
+    def matrix(name: str, rows: int, cols: int, better: bool = False) -> None:
+        kind_of = "Q6_K" if better and kind == "Q4_K" else kind
+        weights, size = sizes[kind_of]
         raw = rng.integers(0, 256, (rows, cols // weights, size), np.uint8)
-        scale = np.float16(0.02 / 16 / (32 if kind == "Q4_K" else 1))
-        raw[:, :, :2] = np.array([scale], np.float16).view(np.uint8)
-        if kind == "Q4_K":
+        scale = np.float16(0.02 / 16 / {"Q4_K": 32, "Q6_K": 256, "Q4_0": 1}[kind_of])
+        at = size - 2 if kind_of == "Q6_K" else 0
+        raw[:, :, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        if kind_of == "Q4_K":
             raw[:, :, 2:4] = np.array([scale * 7], np.float16).view(np.uint8)
-        number = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, raw.reshape(rows, -1), raw_dtype=number)
+        writer.add_tensor(name, raw.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType[kind_of])
 
     def vector(name: str) -> None:
         writer.add_tensor(name, np.ones(width, np.float32))
 
-    matrix("token_embd.weight", vocabulary, width)
+    matrix("token_embd.weight", vocabulary, width, True)
     for i in range(layers):
         vector(f"blk.{i}.attn_norm.weight")
         matrix(f"blk.{i}.attn_q.weight", width, width)
         matrix(f"blk.{i}.attn_k.weight", width // heads * groups, width)
-        matrix(f"blk.{i}.attn_v.weight", width // heads * groups, width)
+        matrix(f"blk.{i}.attn_v.weight", width // heads * groups, width, i % 2 == 0)
         matrix(f"blk.{i}.attn_output.weight", width, width)
         vector(f"blk.{i}.ffn_norm.weight")
         matrix(f"blk.{i}.ffn_gate.weight", inner, width)
         matrix(f"blk.{i}.ffn_up.weight", inner, width)
-        matrix(f"blk.{i}.ffn_down.weight", width, inner)
+        matrix(f"blk.{i}.ffn_down.weight", width, inner, i % 2 == 0)
     vector("output_norm.weight")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

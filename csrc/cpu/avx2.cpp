@@ -25,8 +25,9 @@ namespace {
 #include "blocks.inl"
 #include "codes.inl"
 #include "graph.inl"
-#include "integer.inl"
 #include "noise.inl"
+// after what it uses
+#include "integer.inl"
 #include "product.inl"
 }  // namespace
 const Kernels kernels_avx2 = EDGEES_KERNELS("avx2");

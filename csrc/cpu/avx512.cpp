@@ -39,8 +39,9 @@ namespace {
 #include "blocks.inl"
 #include "codes.inl"
 #include "graph.inl"
-#include "integer.inl"
 #include "noise.inl"
+// after what it uses
+#include "integer.inl"
 #include "product.inl"
 }  // namespace
 #if defined(EDGEES_ARM_VNNI)

@@ -333,3 +333,100 @@ static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, cons
   if (w.offsets) return column_of<32, true>(w, rows, n, x, scale, sum, y);
   column_of<32, false>(w, rows, n, x, scale, sum, y);
 }
+
+#if defined(EDGEES_ARM_AVX512)
+// Sums of four integers with all choices of signs fill a register: an entry for each nibble of a
+// word, looked up for sixteen rows at once.
+static void sign_table(const int16_t* x, int64_t n, int32_t* table) {
+  static const __mmask16 minus[4] = {0xAAAA, 0xCCCC, 0xF0F0, 0xFF00};
+  for (int64_t g = 0; g < n; g += kGroup) {
+    int32_t natural[kGroup];
+    for (int i = 0; i < kGroup; ++i) natural[order[i]] = x[g + i];
+    for (int i = 0; i < kGroup; i += 4, table += L) {
+      I sum = zero_i();
+      for (int k = 0; k < 4; ++k) {
+        const I v = _mm512_set1_epi32(natural[i + k]);
+        sum = _mm512_add_epi32(sum, _mm512_mask_sub_epi32(v, minus[k], zero_i(), v));
+      }
+      _mm512_storeu_si512(table, sum);
+    }
+  }
+}
+
+template <int COLUMNS>
+static void sign_columns_of(uint64_t key, uint32_t tensor, const uint32_t* rows, int count,
+                            int64_t n, const SignColumn* columns, float c) {
+  alignas(64) uint64_t even[8], odd[8];
+  for (int r = 0; r < kSignRows; ++r) (r % 2 ? odd : even)[r / 2] = rows[r < count ? r : 0];
+  const Philox a(key, _mm512_load_si512(even), tensor, kStreamSign);
+  const U odd_rows = _mm512_load_si512(odd);
+  F acc[COLUMNS];
+  for (F& v : acc) v = zero();
+  for (int64_t j = 0; j < n; j += 128) {
+    const U block = splat(static_cast<uint32_t>(j / 128));
+    const Philox::State p = a.run(block, a.row), q = a.run(block, odd_rows);
+    const I words[4] = {_mm512_mask_blend_epi32(0xAAAA, p.c0, _mm512_slli_epi64(q.c0, 32)),
+                        _mm512_mask_blend_epi32(0xAAAA, p.c1, _mm512_slli_epi64(q.c1, 32)),
+                        _mm512_mask_blend_epi32(0xAAAA, p.c2, _mm512_slli_epi64(q.c2, 32)),
+                        _mm512_mask_blend_epi32(0xAAAA, p.c3, _mm512_slli_epi64(q.c3, 32))};
+    const int64_t groups = n - j < 128 ? (n - j) / kGroup : 4;
+    for (int64_t g = 0; g < groups; ++g) {
+      I part[COLUMNS];
+      for (I& v : part) v = zero_i();
+      I word = words[g];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i, word = _mm512_srli_epi32(word, 4))
+        for (int k = 0; k < COLUMNS; ++k) {
+          const int32_t* table = columns[k].table + (j + g * kGroup + 4 * i) * 4;
+          part[k] =
+              _mm512_add_epi32(part[k], _mm512_permutexvar_epi32(word, _mm512_loadu_si512(table)));
+        }
+      for (int k = 0; k < COLUMNS; ++k) {
+        const F by = set1(columns[k].scale[j / kGroup + g]);
+        acc[k] = fma(mul(to_float(part[k]), by), set1(c), acc[k]);
+      }
+    }
+  }
+  const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+  for (int k = 0; k < COLUMNS; ++k) _mm512_mask_storeu_ps(columns[k].y, there, acc[k]);
+}
+
+static void sign_columns(uint64_t key, uint32_t tensor, const uint32_t* rows, int count, int64_t n,
+                         const SignColumn* columns, int columns_count, float c) {
+  while (columns_count >= 4) {
+    sign_columns_of<4>(key, tensor, rows, count, n, columns, c);
+    columns += 4;
+    columns_count -= 4;
+  }
+  if (columns_count == 3) sign_columns_of<3>(key, tensor, rows, count, n, columns, c);
+  if (columns_count == 2) sign_columns_of<2>(key, tensor, rows, count, n, columns, c);
+  if (columns_count == 1) sign_columns_of<1>(key, tensor, rows, count, n, columns, c);
+}
+#else
+static void sign_table(const int16_t* x, int64_t n, int32_t* table) {
+  memcpy(table, x, static_cast<size_t>(n) * sizeof *x);
+}
+
+static void sign_columns(uint64_t key, uint32_t tensor, const uint32_t* rows, int count, int64_t n,
+                         const SignColumn* columns, int columns_count, float c) {
+  constexpr int64_t kPiece = 512;
+  alignas(64) int16_t q[kSignRows * kPiece];
+  float scale[kPiece / kGroup * kSignRows];
+  for (float& v : scale) v = c;
+  const Codes16 w{q, kPiece, scale, scale, false, kSignRows, kGroup};
+  for (int k = 0; k < columns_count; ++k)
+    for (int r = 0; r < count; ++r) columns[k].y[r] = 0.0f;
+  for (int64_t j = 0; j < n; j += kPiece) {
+    const int64_t width = n - j < kPiece ? n - j : kPiece;
+    for (int r = 0; r < count; ++r) {
+      uint32_t words[kPiece / 32];
+      philox(key, rows[r], tensor, kStreamSign, static_cast<uint32_t>(j / 128), (width + 127) / 128,
+             words);
+      signs(words, width, q + r * kPiece);
+    }
+    for (int k = 0; k < columns_count; ++k)
+      column(w, count, width, reinterpret_cast<const int16_t*>(columns[k].table) + j,
+             columns[k].scale + j / kGroup, nullptr, columns[k].y);
+  }
+}
+#endif

@@ -51,17 +51,38 @@ struct Philox {
   U row, tensor, stream, k0[kNoiseRounds], k1[kNoiseRounds];
 
   Philox(uint64_t key, uint32_t row, uint32_t tensor, uint32_t stream)
-      : row(splat(row)), tensor(splat(tensor)), stream(splat(stream)) {
+      : Philox(key, splat(row), tensor, stream) {}
+  Philox(uint64_t key, U row, uint32_t tensor, uint32_t stream)
+      : row(row), tensor(splat(tensor)), stream(splat(stream)) {
     for (uint32_t r = 0; r < kNoiseRounds; ++r) {
       k0[r] = splat(static_cast<uint32_t>(key) + r * kPhiloxW0);
       k1[r] = splat(static_cast<uint32_t>(key >> 32) + r * kPhiloxW1);
     }
   }
 
+#if !defined(EDGEES_ARM_NEON)
+  struct State {
+    U c0, c1, c2, c3;
+  };
+  // One block in each lane, which has its own number and row.
+  inline State run(U block, U rows) const {
+    const U m0 = splat(kPhiloxM0), m1 = splat(kPhiloxM1);
+    U c0 = block, c1 = rows, c2 = tensor, c3 = stream;
+    for (int r = 0; r < kNoiseRounds; ++r) {
+      const U p0 = times(c0, m0), p1 = times(c2, m1);
+      c0 = high_xor(p1, c1, k0[r]);
+      c2 = high_xor(p0, c3, k1[r]);
+      c1 = p1;
+      c3 = p0;
+    }
+    return {c0, c1, c2, c3};
+  }
+#endif
+
   // Blocks first .. first + kBlocks - 1.
   inline void blocks(uint32_t first, uint32_t* out) const {
-    const U m0 = splat(kPhiloxM0), m1 = splat(kPhiloxM1);
 #if defined(EDGEES_ARM_NEON)
+    const U m0 = splat(kPhiloxM0), m1 = splat(kPhiloxM1);
     static const uint32_t iota[4] = {0, 1, 2, 3};
     uint32x4x4_t c = {{vaddq_u32(splat(first), vld1q_u32(iota)), row, tensor, stream}};
     for (int r = 0; r < kNoiseRounds; ++r) {
@@ -76,15 +97,8 @@ struct Philox {
     }
     vst4q_u32(out, c);
 #else
-    U c0 = counters(first), c1 = row, c2 = tensor, c3 = stream;
-    for (int r = 0; r < kNoiseRounds; ++r) {
-      const U p0 = times(c0, m0), p1 = times(c2, m1);
-      c0 = high_xor(p1, c1, k0[r]);
-      c2 = high_xor(p0, c3, k1[r]);
-      c1 = p1;
-      c3 = p0;
-    }
-    store_blocks(out, c0, c1, c2, c3);
+    const State s = run(counters(first), row);
+    store_blocks(out, s.c0, s.c1, s.c2, s.c3);
 #endif
   }
 };

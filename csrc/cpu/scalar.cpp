@@ -16,8 +16,9 @@ constexpr const uint8_t* order = kNaturalOrder;
 
 #include "scalar_blocks.inl"
 #include "scalar_graph.inl"
-#include "scalar_integer.inl"
 #include "scalar_noise.inl"
+// after what it uses
+#include "scalar_integer.inl"
 #include "scalar_product.inl"
 }  // namespace
 const Kernels kernels_scalar = EDGEES_KERNELS("scalar");

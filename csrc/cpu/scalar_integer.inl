@@ -85,6 +85,28 @@ static float integer_dot(const Codes16& w, int64_t row, int64_t n, const int16_t
   return acc;
 }
 
+static void sign_table(const int16_t* x, int64_t n, int32_t* table) {
+  for (int64_t j = 0; j < n; ++j) table[j] = x[j];
+}
+
+static void sign_columns(uint64_t key, uint32_t tensor, const uint32_t* rows, int count, int64_t n,
+                         const SignColumn* columns, int columns_count, float c) {
+  for (int r = 0; r < count; ++r)
+    for (int k = 0; k < columns_count; ++k) {
+      const SignColumn& column = columns[k];
+      float acc = 0.0f;
+      for (int64_t j = 0; j < n; j += kGroup) {
+        uint32_t words[4];
+        philox(key, rows[r], tensor, kStreamSign, static_cast<uint32_t>(j / 128), 1, words);
+        int32_t part = 0;
+        for (int i = 0; i < kGroup; ++i)
+          part += words[j / 32 % 4] >> i & 1 ? -column.table[j + i] : column.table[j + i];
+        acc = std::fma(static_cast<float>(part) * column.scale[j / kGroup], c, acc);
+      }
+      column.y[r] = acc;
+    }
+}
+
 static void panel(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
                   const float* scale, const float* sum, float* out) {
   for (int r = 0; r < rows; ++r)

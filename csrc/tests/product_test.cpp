@@ -195,6 +195,38 @@ void integers(int type, int bits, int span) {
   }
 }
 
+// Dense signs of a few rows: the panel's numbers.
+void sign_columns(int64_t n, int rows, int columns) {
+  const Kernels& k = kernels();
+  const int64_t groups = n / kGroup;
+  std::vector<float> x(n), scale(columns * groups), sum(groups), y(columns * kSignRows, 7.0f), z;
+  std::vector<int16_t> q(columns * n), signs(rows * n);
+  std::vector<int32_t> table(columns * 4 * n);
+  std::vector<SignColumn> given;
+  uint32_t at[kSignRows];
+  for (int r = 0; r < kSignRows; ++r) at[r] = random_bits() % 5000;
+  for (int c = 0; c < columns; ++c) {
+    for (auto& v : x) v = random_float();
+    k.quantize(x.data(), n, &q[c * n], &scale[c * groups], sum.data());
+    k.sign_table(&q[c * n], n, &table[c * 4 * n]);
+    given.push_back({&table[c * 4 * n], &scale[c * groups], &y[c * kSignRows]});
+  }
+  k.sign_columns(77, 5, at, rows, n, given.data(), columns, 0.03f);
+  std::vector<uint32_t> words(sign_word_count(n));
+  for (int r = 0; r < rows; ++r) {
+    sign_words(77, at[r], 5, kStreamSign, n, words.data());
+    k.signs(words.data(), n, &signs[r * n]);
+  }
+  std::vector<float> same_c(groups * 16, 0.03f);
+  const Codes16 w{signs.data(), n, same_c.data(), same_c.data(), false, 16, kGroup};
+  for (int c = 0; c < columns; ++c) {
+    z.assign(rows, 0.0f);
+    k.column(w, rows, n, &q[c * n], &scale[c * groups], sum.data(), z.data());
+    for (int r = 0; r < rows; ++r) check(y[c * kSignRows + r] == z[r], "sign_columns", (int)n);
+    if (rows < kSignRows) check(y[c * kSignRows + rows] == 7.0f, "sign_columns outside", rows);
+  }
+}
+
 void extremes() {
   const Kernels& k = kernels();
   float x[kGroup] = {}, scale, sum;
@@ -420,6 +452,9 @@ int main() {
     integers(type, 4, 7);
   }
   integers(kTypeQ4_1, 8, 0);
+  for (int64_t n : {32, 96, 128, 576, 1088})
+    for (int rows : {1, 5, 16})
+      for (int columns = 1; columns <= kSignColumns; ++columns) sign_columns(n, rows, columns);
   extremes();
   for (int64_t n : {1, 15, 64, 577}) graph(n);
   attention(3, 77, 64, 64, 0.0f, false);
