@@ -170,34 +170,32 @@ class Product {
 
   int run(const edgees_member* members, const int32_t* owner) {
     if (const int code = group(members, owner)) return code;
-    const bool lowrank = noise_.kind == EDGEES_NOISE_LOWRANK;
     perturbed_ =
         std::any_of(w_.owners.begin(), w_.owners.end(), [](const Owner& o) { return o.c != 0.0f; });
     sign_integers_ = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN && t_.cols % kGroup == 0;
-    if ((integers_ || sign_integers_) && !in_.integers_) {
-      const int64_t tasks = few_ ? 1 : panels();
-      room_for_integers();
-      each(tasks, !few_, [&](int64_t i) { to_integers(i); });
-      in_.integers_ = true;
+    // What does not depend on each other is done at once: threads meet as seldom as may be.
+    const bool lowrank = perturbed_ && noise_.kind == EDGEES_NOISE_LOWRANK;
+    const bool pack = (integers_ || sign_integers_) && !in_.integers_;
+    const int64_t packs = !pack ? 0 : few_ ? 1 : panels();
+    const int64_t pools = t_.factors ? (n_ + kChunk - 1) / kChunk : 0;
+    const int64_t owners = static_cast<int64_t>(w_.owners.size());
+    const bool own_dots = lowrank && !t_.factors;
+    if (pack) room_for_integers();
+    if (t_.factors) dots_.resize(static_cast<size_t>(n_ * t_.factors));
+    if (own_dots) dots_.resize(static_cast<size_t>(n_ * noise_.rank));
+    if (lowrank) room_for_signs();
+    each(packs + pools + (own_dots ? owners : 0), !few_, [&](int64_t i) {
+      if (i < packs) return to_integers(i);
+      if (i < packs + pools) return pool_dots((i - packs) * kChunk);
+      signs_of(i - packs - pools);
+    });
+    in_.integers_ = in_.integers_ || pack;
+    if (lowrank && t_.factors) {
+      each(owners, !few_, [&](int64_t i) { signs_of(i); });
     }
     if (sign_integers_) {
       tables_.resize(static_cast<size_t>(n_ * 4 * t_.cols));
-      each(static_cast<int64_t>(w_.owners.size()), !few_, [&](int64_t i) { tables_of(i); });
-    }
-    if (t_.factors) {
-      dots_.resize(static_cast<size_t>(n_ * t_.factors));
-      each((n_ + kChunk - 1) / kChunk, !few_, [&](int64_t i) { pool_dots(i * kChunk); });
-    }
-    if (lowrank && perturbed_) {
-      const int rank = noise_.rank;
-      left_.resize(w_.owners.size() * static_cast<size_t>(rank * sign_word_count(t_.rows)));
-      if (in_panels()) {
-        panel_left_.resize(
-            static_cast<size_t>(panels() * lanes_ * rank * sign_word_count(t_.rows)));
-        panel_by_.assign(static_cast<size_t>(panels() * lanes_ * rank), 0.0f);
-      }
-      if (!t_.factors) dots_.resize(static_cast<size_t>(n_ * rank));
-      each(static_cast<int64_t>(w_.owners.size()), !few_, [&](int64_t i) { signs_of(i); });
+      each(owners, !few_, [&](int64_t i) { tables_of(i); });
     }
     const int64_t fits = std::max<int64_t>(32, kCache / (t_.cols * 4) / 32 * 32);
     const int64_t parts = 4 * edgees::threads();
@@ -263,6 +261,14 @@ class Product {
     room(in_.panels_, panels() * lanes_ * t_.cols);
     room(in_.panel_scale_, panels() * lanes_ * groups_);
     room(in_.panel_sum_, panels() * lanes_ * groups_);
+  }
+
+  void room_for_signs() {
+    const int64_t of_rank = noise_.rank, words = of_rank * sign_word_count(t_.rows);
+    left_.resize(w_.owners.size() * static_cast<size_t>(words));
+    if (!in_panels()) return;
+    panel_left_.resize(static_cast<size_t>(panels() * lanes_ * words));
+    panel_by_.assign(static_cast<size_t>(panels() * lanes_ * of_rank), 0.0f);
   }
 
   // All columns (few), or those of panel i.

@@ -26,9 +26,9 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
       _mm256_setr_epi16(0, 4, 8, 12, 16, 20, 24, 28, 2, 6, 10, 14, 18, 22, 26, 30));
   for (int64_t i = 0; i < n; i += L * kGroup, scale += L, sum += L) {
     const int some = static_cast<int>(n - i < L * kGroup ? (n - i) / kGroup : L);
-    I v[L];
-    for (int g = 0; g < L; ++g) {  // lanes without a group repeat the first, and are dropped
-      const float* p = x + i + (g < some ? g : 0) * kGroup;
+    I v[L] = {};
+    for (int g = 0; g < some; ++g) {
+      const float* p = x + i + g * kGroup;
       v[g] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(load(p)), mask),
                               _mm512_and_si512(_mm512_castps_si512(load(p + 16)), mask));
     }
@@ -42,11 +42,7 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
         _mm512_castsi512_ps(_mm512_mask_blend_epi32(finite, _mm512_set1_epi32(0x7FC00000), up));
     alignas(64) float inverse[L];
     store(inverse, _mm512_castsi512_ps(_mm512_maskz_mov_epi32(finite, down)));
-    for (int g = 0; g < L; ++g) {
-      if (g >= some) {
-        v[g] = zero_i();
-        continue;
-      }
+    for (int g = 0; g < some; ++g) {
       const float* p = x + i + g * kGroup;
       int16_t* to = q + i + g * kGroup;
       const F by = set1(inverse[g]);
@@ -118,17 +114,40 @@ static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int
     for (int c = 0; c < L; ++c)
       for (int k = 0; k < 2; ++k) panel[k * L + c] = c < columns ? q[c * ld + i + k] : int16_t{0};
 #else
-  const int32_t* from = reinterpret_cast<const int32_t*>(q);
-  alignas(64) int32_t lanes[L];
-  for (int c = 0; c < L; ++c) lanes[c] = static_cast<int32_t>(c * (ld / 2));
 #if defined(EDGEES_ARM_AVX512)
-  const __m512i at = _mm512_load_si512(lanes);
-  const __mmask16 some = static_cast<__mmask16>((1u << columns) - 1);
-  for (int64_t i = 0; i < n / 2; ++i, panel += 2 * L)
-    _mm512_storeu_si512(panel, _mm512_mask_i32gather_epi32(zero_i(), some, at, from + i, 4));
+  // A group of sixteen columns is a square of pairs, which is transposed.
+  for (int64_t i = 0; i < n; i += kGroup, panel += kGroup * L) {
+    I v[L], w[L];
+    for (int c = 0; c < L; ++c) v[c] = c < columns ? load_i(q + c * ld + i) : zero_i();
+    for (int c = 0; c < L; c += 2) {
+      w[c] = _mm512_unpacklo_epi32(v[c], v[c + 1]);
+      w[c + 1] = _mm512_unpackhi_epi32(v[c], v[c + 1]);
+    }
+    for (int c = 0; c < L; c += 4) {
+      v[c] = _mm512_unpacklo_epi64(w[c], w[c + 2]);
+      v[c + 1] = _mm512_unpackhi_epi64(w[c], w[c + 2]);
+      v[c + 2] = _mm512_unpacklo_epi64(w[c + 1], w[c + 3]);
+      v[c + 3] = _mm512_unpackhi_epi64(w[c + 1], w[c + 3]);
+    }
+    for (int k = 0; k < 4; ++k) {  // v[4 c + k]: pairs k, k + 4, ... of columns 4 c..
+      const I a = _mm512_shuffle_i32x4(v[k], v[k + 4], 0x88);
+      const I b = _mm512_shuffle_i32x4(v[k], v[k + 4], 0xDD);
+      const I c = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0x88);
+      const I d = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0xDD);
+      const auto put = [&](int pair, I x) { _mm512_storeu_si512(panel + pair * 2 * L, x); };
+      put(k, _mm512_shuffle_i32x4(a, c, 0x88));
+      put(k + 4, _mm512_shuffle_i32x4(b, d, 0x88));
+      put(k + 8, _mm512_shuffle_i32x4(a, c, 0xDD));
+      put(k + 12, _mm512_shuffle_i32x4(b, d, 0xDD));
+    }
+  }
 #else
-  alignas(32) int32_t some[L];
-  for (int c = 0; c < L; ++c) some[c] = c < columns ? -1 : 0;
+  const int32_t* from = reinterpret_cast<const int32_t*>(q);
+  alignas(32) int32_t lanes[L], some[L];
+  for (int c = 0; c < L; ++c) {
+    lanes[c] = static_cast<int32_t>(c * (ld / 2));
+    some[c] = c < columns ? -1 : 0;
+  }
   const __m256i at = _mm256_load_si256(reinterpret_cast<const __m256i*>(lanes));
   const __m256i mask = _mm256_load_si256(reinterpret_cast<const __m256i*>(some));
   for (int64_t i = 0; i < n / 2; ++i, panel += 2 * L)
