@@ -729,6 +729,10 @@ class _Progress:
 
 def peak_rss_bytes() -> int:
     """Peak resident set of this process so far."""
+    with suppress(OSError):  # Linux: getrusage tells the peak of the parent before exec if that was higher
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     with suppress(ImportError):
         import resource
 

@@ -391,11 +391,10 @@ def generation(path: Path, _: int, arguments: argparse.Namespace) -> Iterator[Fi
 
 def plain(path: str) -> None:
     """Child process: plain llama.cpp does what one generation of tune asks for (an evaluation, then likelihoods)."""
-    import resource
-
     from edgees import rollout as play
     from edgees.config import Config
     from edgees.tasks import load_task
+    from edgees.tune import peak_rss_bytes
 
     loaded = load_task(TASK)
     config = Config().with_defaults(loaded.defaults, TASK)
@@ -403,7 +402,7 @@ def plain(path: str) -> None:
     settings = play.Settings(config.max_tokens or loaded.max_tokens, loaded.conversation)
     play.play(engine, [CENTRE], loaded.heldout[:8], settings)
     play.likelihood(engine, [CENTRE] * (2 * config.pairs), loaded.train[: config.rows], settings)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(peak_rss_bytes())
 
 
 def memory(path: Path, _: int, __: argparse.Namespace) -> Iterator[Figure]:
@@ -518,9 +517,14 @@ def main() -> None:
 
     path = Path(resolve(arguments.model))
     without_amx()
-    figures = [f for what in arguments.what for f in PARTS[what](path, arguments.rounds, arguments)]
-    if arguments.json:
-        print(json.dumps({"machine": machine(), "figures": figures}))
+    figures: list[Figure] = []
+    try:
+        for what in arguments.what:
+            for found in PARTS[what](path, arguments.rounds, arguments):
+                figures.append(found)
+    finally:  # what was measured before a failure counts
+        if arguments.json:
+            print(json.dumps({"machine": machine(), "figures": figures}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from edgees import blocks, native, noise
 from edgees.backends import llamacpp
 from edgees.backends.base import CENTRE, Member, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
-from edgees.backends.streams import Job
+from edgees.backends.streams import Job, Scheduler
 from edgees.delta import Delta, DeltaSpec, Step
 from edgees.errors import EngineError, ModelError, UsageError
 from edgees.gguf_file import GgufFile, write_like
@@ -141,6 +141,22 @@ def test_drafts_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         widths.clear()
         assert [c.tokens for c in engine.generate(asked)] == drafted
         assert calls < len(widths)  # drafts were made, and some were right
+
+
+def test_guesses_follow_the_longest_common_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        parallel = 1
+
+    scheduler = Scheduler(Nothing(), None)  # type: ignore[arg-type]
+    prompt = (1, 2, 3)
+    job = Job(0, CENTRE, [*prompt], limit=20, request=Request(CENTRE, prompt, 20), generated=[5, 6], draft=3)
+    assert scheduler._guess(job) == []
+    scheduler.answers[prompt] = [[4, 5, 6, 8, 8, 8, 8], [5, 6, 7, 7], [0, 6, 9, 9]]
+    assert scheduler._guess(job) == [7, 7]  # the prompt's end, 5, 6: longer than 4, 5, 6 shares
+    job.generated = [0, 4, 5, 6]
+    assert scheduler._guess(job) == [8, 8, 8]
+    job.generated, job.limit = [5, 6, 9, 9, 9, 5, 6, 9, 9], 11
+    assert scheduler._guess(job) == [9]  # its own words; and the limit leaves room for one more after it
 
 
 @pytest.mark.parametrize("kind,rank", [("lowrank", 3), ("sign", 1), ("normal", 1)])

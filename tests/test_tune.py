@@ -777,3 +777,11 @@ def test_a_member_of_the_toy_is_what_the_twin_says(tmp_path: Path, scope: str, k
                 eps = value.astype(np.float32) * s
             expected = expected + np.float32(-0.07 * t.rho) * eps
             np.testing.assert_array_equal(engine.weights(member)[t.name], expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is the process's own anyway")
+def test_a_large_parent_does_not_raise_the_peak() -> None:
+    ballast = np.ones(300 << 20, np.uint8)
+    code = "from edgees.tune import peak_rss_bytes; print(peak_rss_bytes())"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert 10 << 20 < int(out) < ballast.nbytes
