@@ -375,10 +375,10 @@ static void sign_table(const int16_t* x, int64_t n, int32_t* table) {
 template <int COLUMNS>
 static void sign_columns_of(uint64_t key, uint32_t tensor, const uint32_t* rows, int count,
                             int64_t n, const SignColumn* columns, float c) {
-  alignas(64) uint64_t even[8], odd[8];
-  for (int r = 0; r < kSignRows; ++r) (r % 2 ? odd : even)[r / 2] = rows[r < count ? r : 0];
-  const Philox a(key, _mm512_load_si512(even), tensor, kStreamSign);
-  const U odd_rows = _mm512_load_si512(odd);
+  alignas(64) uint64_t halves[2][8];  // even and odd rows
+  for (int r = 0; r < kSignRows; ++r) halves[r % 2][r / 2] = rows[r < count ? r : 0];
+  const Philox a(key, _mm512_load_si512(halves[0]), tensor, kStreamSign);
+  const U odd_rows = _mm512_load_si512(halves[1]);
   F acc[COLUMNS];
   for (F& v : acc) v = zero();
   for (int64_t j = 0; j < n; j += 128) {
