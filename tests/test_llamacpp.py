@@ -143,7 +143,7 @@ def test_drafts_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert calls < len(widths)  # drafts were made, and some were right
 
 
-def test_guesses_follow_the_longest_common_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_follow_the_longest_common_ending() -> None:
     class Nothing:
         parallel = 1
 

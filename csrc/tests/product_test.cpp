@@ -394,12 +394,12 @@ void link(Case& c) {
   c.t.pool = c.pool.data();
 }
 
-void products(int type, int kind, int rank, int view, int heads) {
-  const int64_t rows = heads ? 256 : 208, cols = 256, n = 37;
+void products(int type, int kind, int rank, int view, int heads, int64_t cols = 256) {
+  const int64_t rows = heads ? 256 : 208, n = 37;
   Case c = make(type, rows, cols, heads, view);
   link(c);
   const edgees_noise_kind noise{kind, rank};
-  const edgees_member members[3] = {{11, 0.1f, 3}, {12, -0.1f, 8}, {0, 0.0f, 0}};
+  const edgees_member members[4] = {{11, 0.1f, 3}, {12, -0.1f, 8}, {0, 0.0f, 0}, {13, 0.2f, 2}};
   std::vector<float> x(static_cast<size_t>(n * cols)), y(static_cast<size_t>(n * rows)), one(y);
   for (auto& v : x) v = random_float();
   std::vector<const float*> xs;
@@ -409,7 +409,7 @@ void products(int type, int kind, int rank, int view, int heads) {
     xs.push_back(&x[static_cast<size_t>(i * cols)]);
     ys.push_back(&y[static_cast<size_t>(i * rows)]);
     ones.push_back(&one[static_cast<size_t>(i * rows)]);
-    owner.push_back(static_cast<int32_t>(i * 7 % 3));
+    owner.push_back(static_cast<int32_t>(i % 8 == 5 ? 3 : i * 7 % 3));  // the last one has few
   }
   const int id = type * 1000 + kind * 100 + view * 10 + heads;
   for (int threads : {1, 3}) {
@@ -466,6 +466,8 @@ int main() {
   for (int view = 0; view < 3; ++view) products(kTypeQ4_1, EDGEES_NOISE_LOWRANK, 1, view, 0);
   for (int view = 0; view < 2; ++view) products(kTypeQ4_1, EDGEES_NOISE_SIGN, 1, view, 4);
   for (int view = 0; view < 2; ++view) products(kTypeQ6_K, EDGEES_NOISE_NORMAL, 1, view, 0);
+  for (int type : {kTypeQ4_1, kTypeQ4_K})  // rows longer than a piece
+    for (int kind : {EDGEES_NOISE_LOWRANK, EDGEES_NOISE_SIGN}) products(type, kind, 1, 1, 4, 1024);
   if (failures == 0) printf("product_test: ok (%s)\n", isa);
   return failures != 0;
 }
