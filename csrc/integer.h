@@ -36,8 +36,8 @@ struct Rows {
   int bits, span;
   const uint8_t* plane;
   int64_t plane_stride;
-  int64_t next_base,
-      next_plane;  // how far ahead to what is read next: it is prefetched. 0: nothing
+  // How far ahead lies what is read next, to be prefetched; 0: nothing does.
+  int64_t next_base, next_plane;
 };
 
 // Rows of weights as integers: w = scale * q (+ offset), scale[g * stride + row] for group g.
@@ -47,7 +47,7 @@ struct Codes16 {
   float* scale;
   float* offset;
   bool offsets;    // else there are none. Only where a group is 32 wide
-  int64_t stride;  // at least the rows, rounded up to 16, all readable
+  int64_t stride;  // at least the rows; for `column` rounded up to 16, all readable
   int group;       // 32 or 16
 };
 

@@ -174,23 +174,22 @@ class Product {
         std::any_of(w_.owners.begin(), w_.owners.end(), [](const Owner& o) { return o.c != 0.0f; });
     sign_integers_ = perturbed_ && noise_.kind == EDGEES_NOISE_SIGN && t_.cols % kGroup == 0;
     // What does not depend on each other is done at once: threads meet as seldom as may be.
-    const bool lowrank = perturbed_ && noise_.kind == EDGEES_NOISE_LOWRANK;
     const bool pack = (integers_ || sign_integers_) && !in_.integers_;
     const int64_t packs = !pack ? 0 : few_ ? 1 : panels();
     const int64_t pools = t_.factors ? (n_ + kChunk - 1) / kChunk : 0;
     const int64_t owners = static_cast<int64_t>(w_.owners.size());
-    const bool own_dots = lowrank && !t_.factors;
+    const bool own_dots = lowrank() && !t_.factors;
     if (pack) room_for_integers();
     if (t_.factors) dots_.resize(static_cast<size_t>(n_ * t_.factors));
     if (own_dots) dots_.resize(static_cast<size_t>(n_ * noise_.rank));
-    if (lowrank) room_for_signs();
+    if (lowrank()) room_for_signs();
     each(packs + pools + (own_dots ? owners : 0), !few_, [&](int64_t i) {
       if (i < packs) return to_integers(i);
       if (i < packs + pools) return pool_dots((i - packs) * kChunk);
       signs_of(i - packs - pools);
     });
     in_.integers_ = in_.integers_ || pack;
-    if (lowrank && t_.factors) {
+    if (lowrank() && t_.factors) {
       each(owners, !few_, [&](int64_t i) { signs_of(i); });
     }
     if (sign_integers_) {
@@ -204,6 +203,7 @@ class Product {
                           : integers_ && !t_.factors ? kPanelRows
                           : integers_                ? 96
                                                      : std::min<int64_t>({fits, share, 96});
+    // Neighbouring blocks make a task: a block prefetches the next one.
     const int64_t per_task = few_ ? share : std::max<int64_t>(1, share / 2 / block) * block;
     parallel_for((t_.rows + per_task - 1) / per_task, [&](int64_t i, int) {
       const int64_t end = std::min(t_.rows, (i + 1) * per_task);
@@ -346,8 +346,9 @@ class Product {
     }
   }
 
+  bool lowrank() const { return perturbed_ && noise_.kind == EDGEES_NOISE_LOWRANK; }
   // Lowrank noise is added to whole panels, or to columns where these are few or floats.
-  bool in_panels() const { return integers_ && !few_ && !t_.factors; }
+  bool in_panels() const { return lowrank() && integers_ && !few_ && !t_.factors; }
 
   // What the left signs of a member's factor k are multiplied with, for its column c.
   float coefficient(const Owner& o, int64_t c, int k) const {
@@ -375,10 +376,9 @@ class Product {
       for (int64_t c = 0; c < n_; ++c) b.xs[static_cast<size_t>(c)] = &dots_[c * t_.factors];
       add_tile(factor_rows(t_, row, n), t_.factors, n, t_.factors, b.xs.data(), n_, b.at.data());
     }
-    if (!perturbed_) return;
-    if (noise_.kind == EDGEES_NOISE_LOWRANK) {
+    if (lowrank()) {
       if (!in_panels()) add_lowrank(row, n);
-    } else {
+    } else if (perturbed_) {
       for (const Owner& o : w_.owners)
         if (o.c != 0.0f) add_dense_rows(o, row, n);
     }
@@ -391,8 +391,8 @@ class Product {
     const int64_t step = piece();
     const int group = cell_group(t_.type), at_once = few_ ? 16 : kPanelRows;
     int16_t* q = room(b.codes, kPanelRows * step);
-    float* scale = room(b.scale, kStride * step / group + 16);
-    float* offset = room(b.offset, kStride * step / group + 16);
+    float* scale = room(b.scale, kStride * step / group);
+    float* offset = room(b.offset, kStride * step / group);
     const Codes16 w{q, step, scale, offset, has_offset(), kStride, group};
     float* out = room(b.part, kPanelRows * panels() * lanes_);
     for (int64_t first = 0; first < n; first += at_once) {
@@ -419,11 +419,11 @@ class Product {
         }
       }
       if (few_) continue;
-      const bool noisy = perturbed_ && noise_.kind == EDGEES_NOISE_LOWRANK && in_panels();
+      const int rank = in_panels() ? noise_.rank : 0;
       const int64_t words = sign_word_count(t_.rows);
       for (int64_t p = 0; p < panels(); ++p) {
-        for (int k = 0; noisy && k < noise_.rank; ++k) {
-          const int64_t at = p * noise_.rank + k;
+        for (int k = 0; k < rank; ++k) {
+          const int64_t at = p * rank + k;
           kernels().add_panel_signs(out + p * kPanelRows * lanes_, static_cast<int>(some),
                                     row + first, &panel_left_[at * words * lanes_],
                                     &panel_by_[at * lanes_]);

@@ -1,4 +1,9 @@
 // Weights as integers (scalar_integer.inl says which), for the vector arms.
+#if !defined(EDGEES_ARM_NEON)
+using Bytes = __m128i;
+static inline Bytes bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+#endif
+
 #if !defined(EDGEES_ARM_AVX512)
 // Codes and steps of 16 weights to 2^bits code + by step + add.
 #if defined(EDGEES_ARM_NEON)
@@ -24,8 +29,6 @@ static inline void join(Bytes code, Bytes step, int16_t by, int16_t add, int16_t
   vst1q_s16(q + 8, b);
 }
 #else
-using Bytes = __m128i;
-static inline Bytes bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 static inline Bytes low_nibbles(Bytes b) { return _mm_and_si128(b, _mm_set1_epi8(15)); }
 static inline Bytes high_nibbles(Bytes b) {
   return _mm_and_si128(_mm_srli_epi16(b, 4), _mm_set1_epi8(15));
@@ -103,9 +106,6 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
 
 #else
 // Groups in the arm's own order.
-static inline __m128i sixteen_bytes(const void* p) {
-  return _mm_loadu_si128(static_cast<const __m128i*>(p));
-}
 static inline __m512i by_lane(int a, int b, int c, int d) {
   const __m256i low = _mm256_set_m128i(_mm_set1_epi16(static_cast<int16_t>(b)),
                                        _mm_set1_epi16(static_cast<int16_t>(a)));
@@ -115,19 +115,19 @@ static inline __m512i by_lane(int a, int b, int c, int d) {
 }
 // Words of 32 bytes, `bits` from bit `from` of each on.
 static inline __m512i words_of(const void* p, int from = 0, int bits = 8) {
-  const __m512i first = _mm512_broadcast_i32x4(sixteen_bytes(p));
-  const __m512i v = _mm512_mask_broadcast_i32x4(first, 0xFF00,
-                                                sixteen_bytes(static_cast<const uint8_t*>(p) + 16));
+  const __m512i first = _mm512_broadcast_i32x4(bytes(p));
+  const __m512i v =
+      _mm512_mask_broadcast_i32x4(first, 0xFF00, bytes(static_cast<const uint8_t*>(p) + 16));
   return _mm512_and_si512(_mm512_srlv_epi16(v, by_lane(from, from + 8, from, from + 8)),
                           _mm512_set1_epi16(static_cast<int16_t>((1 << bits) - 1)));
 }
 // The nibbles of 16 bytes as the words of 32 weights, low ones first; in the high bytes.
 static inline __m512i nibble_words(const void* p) {
-  const __m512i v = _mm512_broadcast_i32x4(sixteen_bytes(p));
+  const __m512i v = _mm512_broadcast_i32x4(bytes(p));
   return _mm512_and_si512(_mm512_srlv_epi16(v, by_lane(0, 8, 4, 12)), _mm512_set1_epi16(15));
 }
 static inline __m512i high_nibble_words(const void* p) {
-  const __m512i v = _mm512_broadcast_i32x4(sixteen_bytes(p));
+  const __m512i v = _mm512_broadcast_i32x4(bytes(p));
   const __m512i left = _mm512_setr_epi64(8, 8, 0, 0, 4, 4, 60, 60);  // bits stay in their words
   return _mm512_and_si512(_mm512_rolv_epi64(v, left), _mm512_set1_epi16(15 << 8));
 }
@@ -185,9 +185,7 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
     } else {
       float s[16], o[16];
       scales_of(b, s, o);
-      if constexpr (own_signs) {
-        below = _mm512_movepi32_mask(_mm512_castps_si512(mul(from_i8(b->sc), set1(Half()(b->d)))));
-      }
+      if constexpr (own_signs) below = _mm512_movepi32_mask(_mm512_loadu_si512(s));
       for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
         *scale = s[g] * power_of_two(-BITS);
         if (Block::offset) *offset = o[g];

@@ -1,24 +1,6 @@
 // Activations as integers and products of both, for the vector arms; scalar_integer.inl says what
 // they compute.
 #if defined(EDGEES_ARM_AVX512)
-// Lane r: the largest of all lanes of v[r]. None is negative.
-static inline I lane_tops(const I* v) {
-  I four[4];
-  for (int k = 0; k < 4; ++k) {
-    const I* p = v + 4 * k;
-    const I a =
-        _mm512_max_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
-    const I b =
-        _mm512_max_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
-    four[k] = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-  }
-  const I a = _mm512_max_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
-                               _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
-  const I b = _mm512_max_epi32(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
-                               _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
-  return _mm512_max_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
-}
-
 // Sixteen groups at a time, so that they share their sums across lanes.
 static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float* sum) {
   const I mask = _mm512_set1_epi32(INT32_MAX);
@@ -33,7 +15,8 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
                               _mm512_and_si512(_mm512_castps_si512(load(p + 16)), mask));
     }
     // step_of, sixteen times
-    const I exponent = _mm512_srli_epi32(lane_tops(v), 23);
+    const I top = across(v, [](I a, I b) { return _mm512_max_epi32(a, b); });
+    const I exponent = _mm512_srli_epi32(top, 23);
     const I e = _mm512_max_epi32(exponent, _mm512_set1_epi32(14));
     const __mmask16 finite = _mm512_cmplt_epi32_mask(exponent, _mm512_set1_epi32(255));
     const I up = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(13)), 23);
@@ -417,9 +400,10 @@ static void sign_columns(uint64_t key, uint32_t tensor, const uint32_t* rows, in
     columns += 4;
     columns_count -= 4;
   }
-  if (columns_count == 3) sign_columns_of<3>(key, tensor, rows, count, n, columns, c);
-  if (columns_count == 2) sign_columns_of<2>(key, tensor, rows, count, n, columns, c);
-  if (columns_count == 1) sign_columns_of<1>(key, tensor, rows, count, n, columns, c);
+  if (!columns_count) return;
+  (columns_count == 3   ? sign_columns_of<3>
+   : columns_count == 2 ? sign_columns_of<2>
+                        : sign_columns_of<1>)(key, tensor, rows, count, n, columns, c);
 }
 #else
 static void sign_table(const int16_t* x, int64_t n, int32_t* table) {

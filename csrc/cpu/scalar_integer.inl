@@ -95,9 +95,11 @@ static void sign_columns(uint64_t key, uint32_t tensor, const uint32_t* rows, in
     for (int k = 0; k < columns_count; ++k) {
       const SignColumn& column = columns[k];
       float acc = 0.0f;
+      uint32_t words[4];
       for (int64_t j = 0; j < n; j += kGroup) {
-        uint32_t words[4];
-        philox(key, rows[r], tensor, kStreamSign, static_cast<uint32_t>(j / 128), 1, words);
+        if (j % 128 == 0) {
+          philox(key, rows[r], tensor, kStreamSign, static_cast<uint32_t>(j / 128), 1, words);
+        }
         int32_t part = 0;
         for (int i = 0; i < kGroup; ++i)
           part += words[j / 32 % 4] >> i & 1 ? -column.table[j + i] : column.table[j + i];

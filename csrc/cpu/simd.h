@@ -73,22 +73,24 @@ static inline I dot_16(const int16_t* w, const int16_t* x) {
       _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
                         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }
-// Lane r: the sum of all lanes of v[r].
-static inline I lane_sums(const I* v) {
+// Lane r: all lanes of v[r] joined.
+template <class Join>
+static inline I across(const I* v, Join join) {
   I four[4];
   for (int k = 0; k < 4; ++k) {
     const I* p = v + 4 * k;
-    const I a =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
-    const I b =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
-    four[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    const I a = join(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
+    const I b = join(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
+    four[k] = join(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   }
-  const I a = _mm512_add_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
-                               _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
-  const I b = _mm512_add_epi32(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
-                               _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
-  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+  const I a = join(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                   _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
+  const I b = join(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
+                   _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
+  return join(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+}
+static inline I lane_sums(const I* v) {
+  return across(v, [](I a, I b) { return _mm512_add_epi32(a, b); });
 }
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
