@@ -15,8 +15,7 @@ static void quantize(const float* x, int64_t n, int16_t* q, float* scale, float*
                               _mm512_and_si512(_mm512_castps_si512(load(p + 16)), mask));
     }
     // step_of, sixteen times
-    const I top = across(v, [](I a, I b) { return _mm512_max_epi32(a, b); });
-    const I exponent = _mm512_srli_epi32(top, 23);
+    const I exponent = _mm512_srli_epi32(across<max_i>(v), 23);
     const I e = _mm512_max_epi32(exponent, _mm512_set1_epi32(14));
     const __mmask16 finite = _mm512_cmplt_epi32_mask(exponent, _mm512_set1_epi32(255));
     const I up = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(13)), 23);

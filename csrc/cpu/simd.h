@@ -73,9 +73,11 @@ static inline I dot_16(const int16_t* w, const int16_t* x) {
       _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
                         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }
+static inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+static inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
 // Lane r: all lanes of v[r] joined.
-template <class Join>
-static inline I across(const I* v, Join join) {
+template <I (*join)(I, I)>
+static inline I across(const I* v) {
   I four[4];
   for (int k = 0; k < 4; ++k) {
     const I* p = v + 4 * k;
@@ -89,9 +91,7 @@ static inline I across(const I* v, Join join) {
                    _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
   return join(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
 }
-static inline I lane_sums(const I* v) {
-  return across(v, [](I a, I b) { return _mm512_add_epi32(a, b); });
-}
+static inline I lane_sums(const I* v) { return across<add_i>(v); }
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
 constexpr int L = 8;
