@@ -1,3 +1,7 @@
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -9,12 +13,21 @@
 namespace edgees {
 namespace {
 
-constexpr int kArms = 5;  // at most, in one build
+constexpr int kArms = 6;  // at most, in one build
 
 struct Arm {
   const Kernels* table;
   bool usable;
 };
+
+#if defined(__x86_64__) || defined(_M_X64)
+// Leaf 7.1, EAX bit 4; not every compiler's __builtin_cpu_supports knows it.
+bool avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
 
 // __builtin_cpu_supports reads CPUID *and* XGETBV: an arm counts only where the operating system
 // saves its registers.
@@ -28,6 +41,7 @@ int arms(Arm* out) {
                       __builtin_cpu_supports("avx512vl");
   out[n++] = {&kernels_avx512vnni, avx512 && __builtin_cpu_supports("avx512vnni")};
   out[n++] = {&kernels_avx512, avx512};
+  out[n++] = {&kernels_avxvnni, avx2 && avx_vnni()};
   out[n++] = {&kernels_avx2, avx2};
 #elif defined(__aarch64__)
   out[n++] = {&kernels_neon, true};

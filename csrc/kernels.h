@@ -117,6 +117,7 @@ struct Kernels {
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avxvnni;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512vnni;
 #elif defined(__aarch64__)

@@ -254,7 +254,7 @@ class Product {
   }
 
   void room_for_integers() {
-    room(in_.q_, n_ * t_.cols);
+    if (keeps_columns()) room(in_.q_, n_ * t_.cols);
     room(in_.scale_, n_ * groups_);
     room(in_.sum_, n_ * groups_);
     if (few_) return;
@@ -271,15 +271,19 @@ class Product {
     panel_by_.assign(static_cast<size_t>(panels() * lanes_ * of_rank), 0.0f);
   }
 
+  // Whether columns are read apart from their panels.
+  bool keeps_columns() const { return few_ || noise_.kind == EDGEES_NOISE_SIGN; }
+
   // All columns (few), or those of panel i.
   void to_integers(int64_t i) {
     const int64_t first = few_ ? 0 : i * lanes_, count = few_ ? n_ : std::min(lanes_, n_ - first);
+    int16_t* q = keeps_columns() ? &in_.q_[first * t_.cols] : room(buffers.panel, lanes_ * t_.cols);
     for (int64_t c = first; c < first + count; ++c) {
-      kernels().quantize(in_.x[static_cast<size_t>(c)], t_.cols, &in_.q_[c * t_.cols],
+      kernels().quantize(in_.x[static_cast<size_t>(c)], t_.cols, q + (c - first) * t_.cols,
                          &in_.scale_[c * groups_], &in_.sum_[c * groups_]);
     }
     if (few_) return;
-    kernels().interleave(&in_.q_[first * t_.cols], t_.cols, static_cast<int>(count), t_.cols,
+    kernels().interleave(q, t_.cols, static_cast<int>(count), t_.cols,
                          &in_.panels_[first * t_.cols]);
     scales_of(
         count, [&](int64_t c) { return first + c; }, &in_.panel_scale_[first * groups_],

@@ -403,7 +403,7 @@ class Delta:
             columns = np.ascontiguousarray(a.T, dtype=np.float64)
             if name not in self._grams:
                 b = self._pool_of(entry.info).astype(np.int64)
-                self._grams[name] = (b.T @ b).astype(np.float64)
+                self._grams[name] = (b.T @ b).astype(np.int32)
             gram = self._grams[name]
             part = 0.0
             for k in range(entry.cols):

@@ -20,7 +20,11 @@ from edgees import native, noise
 from edgees.errors import ModelError, NativeError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("neon", "scalar") if platform.machine() in ("aarch64", "arm64") else ("avx512", "avx2", "scalar")
+ARMS = (
+    ("neon", "scalar")
+    if platform.machine() in ("aarch64", "arm64")
+    else ("avx512vnni", "avx512", "avxvnni", "avx2", "scalar")
+)
 ANSWERS = json.loads((ROOT / "tests" / "data" / "noise_v1.json").read_text(encoding="utf-8"))
 TENSOR: int = ANSWERS["tensor"]
 KEY = reference.make_key(7, 3, 1)

@@ -30,7 +30,11 @@ namespace {
 #include "integer.inl"
 #include "product.inl"
 }  // namespace
+#if defined(EDGEES_ARM_VNNI)
+const Kernels kernels_avxvnni = EDGEES_KERNELS("avxvnni");
+#else
 const Kernels kernels_avx2 = EDGEES_KERNELS("avx2");
+#endif
 }  // namespace edgees
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -134,7 +134,14 @@ static inline I load_i(const int16_t* p) {
 }
 static inline I zero_i() { return _mm256_setzero_si256(); }
 static inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
-static inline I dot_add(I acc, I a, I b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+static inline I dot_add(I acc, I a, I b) {
+#if defined(EDGEES_ARM_VNNI)  // written out as above; compilers' names for it came late
+  __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+#else
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
+#endif
+}
 static inline I pair_add(I acc, I x, const int16_t* w) {
   int32_t pair;
   memcpy(&pair, w, 4);
