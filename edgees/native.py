@@ -121,7 +121,7 @@ def lib() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the instruction-set arm in use: ``avx512vnni``, ``avx512``, ``avxvnni``, ``avx2``, ``neon`` or ``scalar``."""
+    """Name of the instruction-set arm in use; :func:`available_isas` lists them, best first."""
     return str(lib().edgees_isa().decode())
 
 
