@@ -192,7 +192,7 @@ template <int GROUP, bool OFFSET>
 static void panel_of(const Codes16& w, bool add, int rows, int64_t n, const int16_t* x,
                      const float* scale, const float* sum, float* out) {
 #if defined(EDGEES_ARM_AVX2)
-  constexpr int R = 4;  // of sixteen registers: 4 sums, 4 parts, a column, its scale, a pair
+  constexpr int R = 6;  // of sixteen registers: 6 sums, 6 parts, a column and a pair
 #else
   constexpr int R = 12;
 #endif
