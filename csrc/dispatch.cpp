@@ -13,7 +13,7 @@
 namespace edgees {
 namespace {
 
-constexpr int kArms = 6;  // at most, in one build
+constexpr int kArms = 5;  // at most, in one build
 
 struct Arm {
   const Kernels* table;

@@ -104,6 +104,93 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
   }
 }
 
+#if defined(EDGEES_ARM_AVX2)
+// 32 bytes, the middle quarters exchanged: pairs unpacked from two such lie in order.
+static inline __m256i quarters(const void* p) {
+  return _mm256_permute4x64_epi64(_mm256_loadu_si256(static_cast<const __m256i*>(p)), 0xD8);
+}
+// `bits` bits of each of these bytes, from bit `from` on.
+static inline __m256i part_of(__m256i v, int from, int bits) {
+  return _mm256_and_si256(_mm256_srl_epi16(v, _mm_cvtsi32_si128(from)),
+                          _mm256_set1_epi8(static_cast<char>((1 << bits) - 1)));
+}
+// The nibbles of 16 bytes, low ones first, as `quarters` has them.
+static inline __m256i nibble_quarters(const void* p) {
+  const __m256i v = _mm256_permute4x64_epi64(_mm256_castsi128_si256(bytes(p)), 0x50);
+  return _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 4, 0, 4)),
+                          _mm256_set1_epi8(15));
+}
+
+// Codes less Block::lo of weights 32j.. of a block.
+template <class Block>
+static inline __m256i code_bytes(const Block* b, int j) {
+  if constexpr (std::is_same_v<Block, Q4_K>) {  // 32 bytes: one group low, the next high
+    return part_of(quarters(b->qs + j / 2 * 32), j % 2 * 4, 4);
+  } else if constexpr (std::is_same_v<Block, Q5_K>) {
+    return _mm256_or_si256(part_of(quarters(b->qs + j / 2 * 32), j % 2 * 4, 4),
+                           _mm256_slli_epi16(part_of(quarters(b->qh), j, 1), 4));
+  } else if constexpr (std::is_same_v<Block, Q6_K>) {
+    return _mm256_or_si256(
+        part_of(quarters(b->ql + j / 4 * 64 + j % 2 * 32), j / 2 % 2 * 4, 4),
+        _mm256_slli_epi16(part_of(quarters(b->qh + j / 4 * 32), j % 4 * 2, 2), 4));
+  } else if constexpr (std::is_same_v<Block, Q8_0>) {
+    return _mm256_xor_si256(quarters(b->qs), _mm256_set1_epi8(-128));
+  } else if constexpr (Block::hi - Block::lo == 15) {
+    return nibble_quarters(b->qs);
+  } else {  // unpack() adds lo
+    alignas(32) int8_t room[Block::weights];
+    b->unpack(room);
+    return _mm256_sub_epi8(quarters(room), _mm256_set1_epi8(static_cast<char>(Block::lo)));
+  }
+}
+
+// The same where the step fits a byte: code and step of a weight lie side by side, and one
+// multiplication does both.
+template <class Block, int BITS>
+static void paired_codes_of(const void* row, int64_t n, int span, const uint8_t* plane, int16_t* q,
+                            float* scale, float* offset, int64_t stride) {
+  const Block* b = static_cast<const Block*>(row);
+  constexpr int groups = Block::weights / Block::group, one = 1 << BITS;
+  const float part = power_of_two(-BITS);
+  __m256i by[2], more[2];  // for scales above and below zero
+  for (int k = 0; k < 2; ++k) {
+    const int step = k ? -(1 << span) : 1 << span;
+    by[k] = _mm256_set1_epi16(static_cast<int16_t>((one & 255) | (step & 255) << 8));
+    more[k] =
+        _mm256_set1_epi16(static_cast<int16_t>(Block::lo * one - (BITS ? step * (one / 2) : 0)));
+  }
+  for (int64_t i = 0; i < n; i += Block::weights, ++b) {
+    float s[groups], o[groups] = {};
+    scales_of(b, s, o);
+    for (int g = 0; g < groups; ++g, scale += stride, offset += stride) {
+      *scale = s[g] * part;
+      if (Block::offset) *offset = o[g];
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < Block::weights / 32; ++j, plane += 4 * BITS) {
+      const __m256i code = code_bytes(b, j);
+      __m256i step = zero_i();
+      if constexpr (BITS == 4) {
+        step = nibble_quarters(plane);
+      } else if constexpr (BITS == 2) {
+        alignas(32) uint8_t all[32];
+        unpack_plane(2, plane, all);
+        step = quarters(all);
+      }
+      __m256i half[2] = {_mm256_unpacklo_epi8(code, step), _mm256_unpackhi_epi8(code, step)};
+      for (int h = 0; h < 2; ++h) {
+        uint32_t sign;
+        memcpy(&sign, &s[(32 * j + 16 * h) / Block::group], 4);
+        const int below = BITS ? static_cast<int>(sign >> 31) : 0;
+        if (BITS) half[h] = _mm256_maddubs_epi16(half[h], by[below]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + i + 32 * j + 16 * h),
+                            _mm256_add_epi16(half[h], more[below]));
+      }
+    }
+  }
+}
+#endif
+
 #else
 // Groups in the arm's own order.
 static inline __m512i by_lane(int a, int b, int c, int d) {
@@ -246,6 +333,14 @@ static bool codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
                      : from.bits == 4 && paired ? codes_of<Block, 4, true>
                      : from.bits == 4           ? codes_of<Block, 4, false>
                                                 : codes_of<Block, 8, false>;
+#elif defined(EDGEES_ARM_AVX2)
+    const bool paired = from.span <= 6 && from.bits < 8;
+    const auto row = from.bits == 0             ? paired_codes_of<Block, 0>
+                     : from.bits == 2 && paired ? paired_codes_of<Block, 2>
+                     : from.bits == 4 && paired ? paired_codes_of<Block, 4>
+                     : from.bits == 2           ? codes_of<Block, 2>
+                     : from.bits == 4           ? codes_of<Block, 4>
+                                                : codes_of<Block, 8>;
 #else
     const auto row = from.bits == 0   ? codes_of<Block, 0>
                      : from.bits == 2 ? codes_of<Block, 2>
