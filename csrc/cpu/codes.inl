@@ -250,12 +250,16 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
   const Block* b = static_cast<const Block*>(row);
   constexpr int groups = Block::weights / Block::group;
   constexpr bool own_signs = std::is_same_v<Block, Q6_K>;
-  __m512i by[2], more[2];  // for scales above and below zero
-  for (int k = 0; k < 2; ++k) {
-    const int step = k ? -(1 << span) : 1 << span, one = 1 << BITS;
-    by[k] = _mm512_set1_epi16(static_cast<int16_t>((one & 255) | (step & 255) << 8));
-    more[k] =
-        _mm512_set1_epi16(static_cast<int16_t>(Block::lo * one - (PAIRED ? step * (one / 2) : 0)));
+  __m512i by[4], more[4];  // bit h of the index: the scale of half h is below zero
+  for (int k = 0; k < 4; ++k) {
+    int16_t a[2], b[2];
+    for (int h = 0; h < 2; ++h) {
+      const int step = k >> h & 1 ? -(1 << span) : 1 << span, one = 1 << BITS;
+      a[h] = static_cast<int16_t>((one & 255) | (step & 255) << 8);
+      b[h] = static_cast<int16_t>(Block::lo * one - (PAIRED ? step * (one / 2) : 0));
+    }
+    by[k] = _mm512_mask_mov_epi16(_mm512_set1_epi16(a[0]), 0xFFFF0000u, _mm512_set1_epi16(a[1]));
+    more[k] = _mm512_mask_mov_epi16(_mm512_set1_epi16(b[0]), 0xFFFF0000u, _mm512_set1_epi16(b[1]));
   }
   const __m512i middle = _mm512_set1_epi16(static_cast<int16_t>(BITS ? 1 << (BITS - 1) : 0));
   const __m128i up = _mm_cvtsi32_si128(span);
@@ -281,12 +285,7 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
 #pragma GCC unroll 8
     for (int j = 0; j < Block::weights / 32; ++j, plane += 4 * BITS) {
       __m512i v = code_words(b, j);
-      __mmask32 lanes = minus ? ~0u : 0u;
-      if (own_signs)
-        lanes = (below >> 2 * j & 1 ? 0xFFFFu : 0) | (below >> 2 * j & 2 ? 0xFFFF0000u : 0);
-      const auto pick = [&](const __m512i* two) {
-        return own_signs ? _mm512_mask_blend_epi16(lanes, two[0], two[1]) : two[minus];
-      };
+      const int signs = own_signs ? static_cast<int>(below >> 2 * j & 3) : 3 * minus;
       if constexpr (BITS == 0) {
         v = _mm512_add_epi16(v, more[0]);
       } else {
@@ -295,13 +294,14 @@ static void codes_of(const void* row, int64_t n, int span, const uint8_t* plane,
         if constexpr (PAIRED) {
           v = _mm512_or_si512(
               v, BITS == 4 ? high_nibble_words(plane) : _mm512_slli_epi16(words_of(all), 8));
-          v = _mm512_add_epi16(_mm512_maddubs_epi16(v, pick(by)), pick(more));
+          v = _mm512_add_epi16(_mm512_maddubs_epi16(v, by[signs]), more[signs]);
         } else {
           const __m512i steps = BITS == 4   ? nibble_words(plane)
                                 : BITS == 2 ? words_of(all)
                                             : words_of(plane);
           const __m512i move = _mm512_sll_epi16(_mm512_sub_epi16(steps, middle), up);
           v = _mm512_add_epi16(_mm512_slli_epi16(v, BITS), more[0]);
+          const __mmask32 lanes = (signs & 1 ? 0xFFFFu : 0) | (signs & 2 ? 0xFFFF0000u : 0);
           v = _mm512_mask_sub_epi16(_mm512_add_epi16(v, move), lanes, v, move);
         }
       }

@@ -310,13 +310,28 @@ static void column_of(const Codes16& w, int rows, int64_t n, const int16_t* x, c
     F acc = load(out);
     for (int64_t i = 0; i < n; i += kGroup) {
       const F by = set1(scale[i / kGroup]);
-      for (int h = 0; h < kGroup; h += GROUP, ws += w.stride) {
-        I part[L];
-        for (int r = 0; r < L; ++r) {  // lanes without a row repeat the first, and are dropped
-          const int16_t* p = q + (r < some ? r : 0) * w.ld + i + h;
-          part[r] = GROUP == 32 ? dot_32(p, x + i + h) : dot_16(p, x + i + h);
-        }
-        acc = fma(mul(to_float(lane_sums(part)), by), load(ws), acc);
+      I group[kGroup / GROUP];
+      const auto dots = [&](int h, I (*dot)(const int16_t*, const int16_t*), I* part) {
+        for (int r = 0; r < L; ++r)  // lanes without a row repeat the first, and are dropped
+          part[r] = dot(q + (r < some ? r : 0) * w.ld + i + h, x + i + h);
+      };
+      I part[L];
+#if defined(EDGEES_ARM_AVX512)
+      dots(0, dot_32, part);
+      if constexpr (GROUP == 16) {
+        half_sums(part, &group[0], &group[1]);
+      } else {
+        group[0] = lane_sums(part);
+      }
+#else
+      for (int h = 0; h < kGroup; h += GROUP) {
+        dots(h, GROUP == 32 ? dot_32 : dot_16, part);
+        group[h / GROUP] = lane_sums(part);
+      }
+#endif
+      for (const I& dot : group) {
+        acc = fma(mul(to_float(dot), by), load(ws), acc);
+        ws += w.stride;
       }
       if (OFFSET) {
         acc = fma(set1(sum[i / kGroup]), load(wo), acc);

@@ -64,27 +64,27 @@ EDGEES_INLINE I pair_add(I acc, I x, const int16_t* w) {
   return dot_add(acc, x, _mm512_set1_epi32(pair));
 #endif
 }
-// Lane sums are the dot of 32 or 16 numbers.
+// Lane sums are the dot of 32 numbers, those of a half that of 16.
 static inline I dot_32(const int16_t* w, const int16_t* x) {
   return dot_add(zero_i(), load_i(w), load_i(x));
 }
-static inline I dot_16(const int16_t* w, const int16_t* x) {
-  return _mm512_zextsi256_si512(
-      _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
-}
 static inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
 static inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
-// Lane r: all lanes of v[r] joined.
+// Quarter k of four[j]: that of v[4 j..], the four lanes of each joined.
 template <I (*join)(I, I)>
-static inline I across(const I* v) {
-  I four[4];
+static inline void across_quarters(const I* v, I* four) {
   for (int k = 0; k < 4; ++k) {
     const I* p = v + 4 * k;
     const I a = join(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
     const I b = join(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
     four[k] = join(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   }
+}
+// Lane r: all lanes of v[r] joined.
+template <I (*join)(I, I)>
+static inline I across(const I* v) {
+  I four[4];
+  across_quarters<join>(v, four);
   const I a = join(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
                    _mm512_shuffle_i32x4(four[0], four[1], 0xEE));
   const I b = join(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
@@ -92,6 +92,18 @@ static inline I across(const I* v) {
   return join(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
 }
 static inline I lane_sums(const I* v) { return across<add_i>(v); }
+static inline I join_quarters(I a, I b) {
+  return add_i(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+}
+// Lane r: the first eight lanes of v[r], and the last.
+static inline void half_sums(const I* v, I* first, I* last) {
+  I four[4];
+  across_quarters<add_i>(v, four);
+  *first = join_quarters(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                         _mm512_shuffle_i32x4(four[2], four[3], 0x44));
+  *last = join_quarters(_mm512_shuffle_i32x4(four[0], four[1], 0xEE),
+                        _mm512_shuffle_i32x4(four[2], four[3], 0xEE));
+}
 #elif defined(EDGEES_ARM_AVX2)
 using F = __m256;
 constexpr int L = 8;
@@ -153,6 +165,7 @@ static inline I dot_16(const int16_t* w, const int16_t* x) {
 static inline I dot_32(const int16_t* w, const int16_t* x) {
   return dot_add(dot_16(w, x), load_i(w + 16), load_i(x + 16));
 }
+// Lane r: all lanes of v[r].
 static inline I lane_sums(const I* v) {
   const I a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
   const I b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
