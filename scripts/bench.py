@@ -6,8 +6,8 @@
 file and on the fastest type of the model here; one member against many; the product against the machine's own peak.
 ``prompt``: prompts. ``decode``: one sequence, plain and with drafts. ``update``: a step of the weights against the
 generation that led to it. ``generation``: the same generation with torch and transformers, adding noise to float
-weights and taking it off again (``--torch-python`` names an interpreter that has both). ``memory``: peak resident set
-of ``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion weights.
+weights and taking it off again, and with PyPI's eggroll-es (``--torch-python`` names an interpreter that has them).
+``memory``: peak resident set of ``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion weights.
 
 Stock llama.cpp runs with flash attention off and on: the faster one counts. ratio > 1: we are better. Let the machine
 be idle otherwise: neighbours cost up to half of everything, which is why only ratios within a run are compared.
@@ -386,7 +386,12 @@ def generation(path: Path, _: int, arguments: argparse.Namespace) -> Iterator[Fi
     ours = statistics.median(r + s for r, s, _ in runs)
     per_member = statistics.median(r["seconds_per_member"] for r in rivals)
     # Seconds: the smaller the better, so the rival's time is divided by ours.
-    yield figure("generation_vs_in_place", 2 * pairs * per_member, ours, "s", 2, members_measured=measured)
+    memory_of = {k: r for k, r in rivals[0].items() if k.endswith("bytes")}
+    yield figure("generation_vs_in_place", 2 * pairs * per_member, ours, "s", 2, members_measured=measured, **memory_of)
+    if "eggroll_members" in rivals[0]:
+        per_member = statistics.median(r["eggroll_seconds_per_member"] for r in rivals)
+        measured = rivals[0]["eggroll_members"]
+        yield figure("generation_vs_eggroll_es", 2 * pairs * per_member, ours, "s", 2, members_measured=measured)
 
 
 def plain(path: str) -> None:
