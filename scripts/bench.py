@@ -7,7 +7,8 @@ file and on the fastest type of the model here; one member against many; the pro
 ``prompt``: prompts. ``decode``: one sequence, plain and with drafts. ``update``: a step of the weights against the
 generation that led to it. ``generation``: the same generation with torch and transformers, adding noise to float
 weights and taking it off again, and with PyPI's eggroll-es (``--torch-python`` names an interpreter that has them).
-``memory``: peak resident set of ``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion weights.
+``memory``: peak resident set of ``edgees tune`` against plain inference. ``large``: a random model of 1.1 billion
+weights.
 
 Stock llama.cpp runs with flash attention off and on: the faster one counts. ratio > 1: we are better. Let the machine
 be idle otherwise: neighbours cost up to half of everything, which is why only ratios within a run are compared.
