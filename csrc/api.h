@@ -10,7 +10,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-#define EDGEES_ABI 1
+#define EDGEES_ABI 2
 #define EDGEES_E_ARGUMENT (-1)  // a size, type or name makes no sense
 #define EDGEES_E_TYPE (-2)      // no codec for this GGUF type
 #define EDGEES_E_HOST (-3)      // llama.cpp is of another layout than we declare
@@ -88,6 +88,9 @@ struct edgees_tensor {
   const uint32_t* pool;  // [factors][(cols+127)/128*4] packed signs
   const float* delta;    // vectors: [cols]
   int lattice;           // base is a private copy on the lattice: nothing else to add
+  // NF4, FP4 as bitsandbytes stores them: base is the packed codes of the matrix row by row, and
+  // these are the absmax of every 64 of them. Null: base is blocks (blocks.h, Table4).
+  const float* absmax;
 };
 struct edgees_member {
   uint64_t key;
@@ -101,12 +104,20 @@ struct edgees_noise_kind {
 int edgees_product(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                    const struct edgees_member* members, const int32_t* member, int64_t n,
                    const float* const* x, float* const* y);
+// The same for matrices: column c is the row x + c * x_stride.
+int edgees_product_rows(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
+                        const struct edgees_member* members, const int32_t* member, int64_t n,
+                        const float* x, int64_t x_stride, float* y, int64_t y_stride);
 // All threads run n steps of the arm's multiply-adds on registers; how many numbers were
 // multiplied.
 int64_t edgees_peak(int64_t n);
 // One row of the member's matrix (embedding lookup): out[cols]; row is a file row.
 int edgees_row(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                const struct edgees_member* member, int64_t row, float* out);
+// The same for n rows of mixed members: out[n][cols].
+int edgees_rows(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
+                const struct edgees_member* members, const int32_t* member, int64_t n,
+                const int64_t* rows, float* out);
 // The member's vector: base + delta + noise, [cols] (norm weights, biases).
 int edgees_vector(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                   const struct edgees_member* member, float* out);

@@ -14,6 +14,10 @@ int64_t row_bytes(int type, int64_t cols) {
   int64_t bytes = EDGEES_E_TYPE;
   if (type == kTypeF32) return cols * 4;
   if (is_float(type)) return cols * 2;
+  if (is_table(type)) {
+    return cols % Table4::weights ? static_cast<int64_t>(EDGEES_E_ARGUMENT)
+                                  : cols / Table4::weights * static_cast<int64_t>(sizeof(Table4));
+  }
   with_format(type, [&](auto* block) {
     using Block = std::remove_pointer_t<decltype(block)>;
     bytes = cols % Block::weights ? static_cast<int64_t>(EDGEES_E_ARGUMENT)
@@ -23,7 +27,7 @@ int64_t row_bytes(int type, int64_t cols) {
 }
 
 int cell_group(int type) {
-  int group = is_float(type) ? kFloatGroup : EDGEES_E_TYPE;
+  int group = is_float(type) ? kFloatGroup : is_table(type) ? Table4::group : EDGEES_E_TYPE;
   with_format(type, [&](auto* block) { group = std::remove_pointer_t<decltype(block)>::group; });
   return group;
 }

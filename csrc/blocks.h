@@ -2,6 +2,7 @@
 // for each group of weights, codes signed where the format has no offset. Plain C++ that every arm
 // inlines; `Half` converts a binary16 to float.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -23,6 +24,9 @@ enum Type {
   kTypeQ5_K = 13,
   kTypeQ6_K = 14,
   kTypeBF16 = 30,
+  // Ours, beyond ggml's: bitsandbytes' 4-bit types.
+  kTypeNF4 = 100,
+  kTypeFP4 = 101,
 };
 
 EDGEES_INLINE float float_of(uint32_t bits) {
@@ -349,6 +353,61 @@ EDGEES_INLINE bool with_format(int type, Function f) {
     default:
       return false;
   }
+}
+
+// bitsandbytes' 4-bit types (QLoRA, arXiv 2305.14314, appendix E): w = value[code] * absmax for
+// blocks of 64. Here a block has its absmax in front of its codes, of which the high nibble comes
+// first.
+struct Table4 {
+  static constexpr int weights = 64, group = 32;
+  float d;
+  uint8_t qs[32];
+};
+static_assert(sizeof(Table4) == 36, "NF4 and FP4");
+
+constexpr float kNF4[16] = {-1.0f,
+                            -0.6961928009986877f,
+                            -0.5250730514526367f,
+                            -0.39491748809814453f,
+                            -0.28444138169288635f,
+                            -0.18477343022823334f,
+                            -0.09105003625154495f,
+                            0.0f,
+                            0.07958029955625534f,
+                            0.16093020141124725f,
+                            0.24611230194568634f,
+                            0.33791524171829224f,
+                            0.44070982933044434f,
+                            0.5626170039176941f,
+                            0.7229568362236023f,
+                            1.0f};
+constexpr float kFP4[16] = {0.0f,       0.0625f / 12, 8.0f / 12,  1.0f,          4.0f / 12,  0.5f,
+                            2.0f / 12,  0.25f,        -0.0f,      -0.0625f / 12, -8.0f / 12, -1.0f,
+                            -4.0f / 12, -0.5f,        -2.0f / 12, -0.25f};
+EDGEES_INLINE const float* table_of(int type) { return type == kTypeNF4 ? kNF4 : kFP4; }
+EDGEES_INLINE bool is_table(int type) { return type == kTypeNF4 || type == kTypeFP4; }
+
+EDGEES_INLINE void table_cells(const void* row, int64_t n, float* out) {
+  const Table4* b = static_cast<const Table4*>(row);
+  for (int64_t i = 0; i < n; i += Table4::group) {
+    *out++ = std::fabs(b[i / Table4::weights].d) * 0.125f;
+  }
+}
+
+// Integer products take the values in 2^-11 of absmax, and a residual plane's cell is absmax / 8.
+constexpr int kTableBits = 11, kTableCellBits = 3;
+constexpr int table_level(float v) {
+  return static_cast<int>(v * (1 << kTableBits) + (v < 0 ? -0.5f : 0.5f));
+}
+#define EDGEES_LEVELS(t)                                                           \
+  {table_level(t[0]),  table_level(t[1]),  table_level(t[2]),  table_level(t[3]),  \
+   table_level(t[4]),  table_level(t[5]),  table_level(t[6]),  table_level(t[7]),  \
+   table_level(t[8]),  table_level(t[9]),  table_level(t[10]), table_level(t[11]), \
+   table_level(t[12]), table_level(t[13]), table_level(t[14]), table_level(t[15])}
+constexpr int16_t kNF4Levels[16] = EDGEES_LEVELS(kNF4), kFP4Levels[16] = EDGEES_LEVELS(kFP4);
+#undef EDGEES_LEVELS
+EDGEES_INLINE const int16_t* levels_of(int type) {
+  return type == kTypeNF4 ? kNF4Levels : kFP4Levels;
 }
 
 constexpr int kFloatGroup = 32;  // weights that share a cell in float types

@@ -28,7 +28,9 @@ constexpr int64_t kCache = 256 << 10;  // bytes of decoded rows held while colum
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 bool valid(const edgees_tensor& t, const edgees_noise_kind& noise) {
-  if (t.rows <= 0 || t.cols <= 0 || !t.base || row_bytes(t.type, t.cols) < 0) return false;
+  if (t.rows <= 0 || t.cols <= 0 || !t.base) return false;
+  const bool apart = is_table(t.type) && t.absmax;
+  if (apart ? t.bits && t.cols % Table4::weights : row_bytes(t.type, t.cols) < 0) return false;
   if (t.bits != 0 && t.bits != 2 && t.bits != 4 && t.bits != 8) return false;
   if (t.bits && !t.plane) return false;
   if (t.factors && (!t.a || !t.pool || noise.kind != EDGEES_NOISE_LOWRANK)) return false;
@@ -37,6 +39,10 @@ bool valid(const edgees_tensor& t, const edgees_noise_kind& noise) {
 
 // Whether the weights fit the integer products.
 bool integral(const edgees_tensor& t) {
+  if (is_table(t.type)) {
+    const int reach = 1 << (kTableBits - kTableCellBits + t.span - 1);  // of the plane
+    return t.cols % Table4::weights == 0 && (!t.bits || (1 << kTableBits) + reach < kCodeLimit);
+  }
   int most = 0;
   with_format(t.type, [&](auto* format) {
     using Block = std::remove_pointer_t<decltype(format)>;
@@ -53,12 +59,59 @@ struct Owner {
   int64_t first, count;
 };
 
+struct Buffers {
+  std::vector<float> w, scratch, noise, part, a, scale, offset;
+  std::vector<int16_t> codes, panel;
+  std::vector<float> panel_scale, panel_sum;
+  std::vector<uint32_t> words;
+  std::vector<uint8_t> blocks;
+  std::vector<float*> at, parts;
+  std::vector<const float*> xs;
+};
+thread_local Buffers buffers;
+
+template <class T>
+T* room(std::vector<T>& v, int64_t n) {
+  if (static_cast<int64_t>(v.size()) < n) v.resize(static_cast<size_t>(n));
+  return v.data();
+}
+
+// Weights k..k+width-1 of a row of codes with their absmax apart, as blocks.
+void to_blocks(const edgees_tensor& t, int64_t row, int64_t k, int64_t width, uint8_t* out) {
+  const int64_t first = row * t.cols + k;
+  const uint8_t* codes = static_cast<const uint8_t*>(t.base) + first / 2;
+  const float* absmax = t.absmax + first / Table4::weights;
+  for (int64_t i = 0; i < width; i += Table4::weights, ++absmax) {
+    memcpy(out, absmax, 4);
+    memcpy(out + 4, codes + i / 2, 32);
+    out += sizeof(Table4);
+  }
+}
+
+// Any row of codes with their absmax apart: blocks may begin and end within it.
+void decode_apart(const edgees_tensor& t, int64_t row, float* out) {
+  const uint8_t* codes = static_cast<const uint8_t*>(t.base);
+  const float* value = table_of(t.type);
+  for (int64_t i = row * t.cols; i < (row + 1) * t.cols; ++i)
+    *out++ = value[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4] * t.absmax[i / Table4::weights];
+}
+
 void decode_rows(const edgees_tensor& t, int64_t row, int64_t n, float* scratch, float* out) {
+  if (t.absmax && t.cols % Table4::weights) {
+    for (int64_t r = row; r < row + n; ++r, out += t.cols) decode_apart(t, r, out);
+    return;
+  }
   const Plane plane{t.bits, t.span, t.cell};
   const int64_t stride = plane_bytes(t.bits, t.cols);
   for (int64_t r = row; r < row + n; ++r) {
-    decode_row(t.type, static_cast<const uint8_t*>(t.base) + r * t.row_stride, t.cols, plane,
-               t.plane + r * stride, scratch, out + (r - row) * t.cols);
+    const uint8_t* base = static_cast<const uint8_t*>(t.base) + r * t.row_stride;
+    if (t.absmax) {
+      uint8_t* blocks = room(buffers.blocks, row_bytes(t.type, t.cols));
+      to_blocks(t, r, 0, t.cols, blocks);
+      base = blocks;
+    }
+    decode_row(t.type, base, t.cols, plane, t.plane + r * stride, scratch,
+               out + (r - row) * t.cols);
   }
 }
 
@@ -97,22 +150,6 @@ void left_words(const edgees_tensor& t, uint64_t key, int k, uint32_t* words) {
       words[r >> 5] |= 1u << (r & 31);
     }
   }
-}
-
-struct Buffers {
-  std::vector<float> w, scratch, noise, part, a, scale, offset;
-  std::vector<int16_t> codes, panel;
-  std::vector<float> panel_scale, panel_sum;
-  std::vector<uint32_t> words;
-  std::vector<float*> at, parts;
-  std::vector<const float*> xs;
-};
-thread_local Buffers buffers;
-
-template <class T>
-T* room(std::vector<T>& v, int64_t n) {
-  if (static_cast<int64_t>(v.size()) < n) v.resize(static_cast<size_t>(n));
-  return v.data();
 }
 
 // Which factor of the pool is right factor k of a member.
@@ -406,7 +443,8 @@ class Product {
       }
       for (int64_t k = 0; k < t_.cols; k += step) {
         const int64_t width = std::min(step, t_.cols - k), g = k / kGroup;
-        kernels().codes(piece_of(row + first, k, width, at_once), static_cast<int>(some), width, w);
+        kernels().codes(piece_of(row + first, some, k, width, at_once), static_cast<int>(some),
+                        width, w);
         if (few_) {
           for (int64_t c = 0; c < n_; ++c) {
             kernels().column(w, static_cast<int>(some), width, &in_.q_[c * t_.cols + k],
@@ -442,7 +480,7 @@ class Product {
   // Weights of a row that are multiplied at a time, whole blocks: kPanelRows of them and a panel of
   // as many activations fit the nearest cache together.
   int64_t piece() const {
-    int64_t block = kGroup;
+    int64_t block = is_table(t_.type) ? Table4::weights : kGroup;
     with_format(t_.type,
                 [&](auto* format) { block = std::remove_pointer_t<decltype(format)>::weights; });
     const int64_t most = std::max<int64_t>(block, (few_ ? 640 : 320) / block * block);
@@ -452,7 +490,7 @@ class Product {
 
   // Weights k..k+width-1 of the rows from `row` on; the next piece, or the next rows' first, is
   // wanted soon after, and pieces are too short for the hardware to see where they go.
-  Rows piece_of(int64_t row, int64_t k, int64_t width, int64_t at_once) const {
+  Rows piece_of(int64_t row, int64_t some, int64_t k, int64_t width, int64_t at_once) const {
     const int64_t base = row_bytes(t_.type, width), plane = plane_bytes(t_.bits, width);
     const int64_t bases = t_.row_stride, planes = plane_bytes(t_.bits, t_.cols);
     const int64_t base_before = k ? row_bytes(t_.type, k) : 0;
@@ -461,11 +499,18 @@ class Product {
         t_.type, static_cast<const uint8_t*>(t_.base) + row * bases + base_before, bases,  t_.bits,
         t_.span, t_.plane ? t_.plane + row * planes + plane_before : nullptr,      planes, base,
         plane};
+    if (t_.absmax) {
+      uint8_t* blocks = room(buffers.blocks, some * base);
+      for (int64_t r = 0; r < some; ++r) to_blocks(t_, row + r, k, width, blocks + r * base);
+      rows.base = blocks;
+      rows.base_stride = base;
+    }
     if (k + width == t_.cols) {
       const bool more = row + at_once < t_.rows;
       rows.next_base = more ? at_once * bases - base_before : 0;
       rows.next_plane = more ? at_once * planes - plane_before : 0;
     }
+    if (t_.absmax) rows.next_base = 0;
     return rows;
   }
 
@@ -617,6 +662,19 @@ int edgees_product(const edgees_tensor* t, const edgees_noise_kind* noise,
   return product(*t, *noise, members, member, columns, y);
 }
 
+int edgees_product_rows(const edgees_tensor* t, const edgees_noise_kind* noise,
+                        const edgees_member* members, const int32_t* member, int64_t n,
+                        const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+  if (!t || n < 0) return EDGEES_E_ARGUMENT;
+  std::vector<const float*> from(static_cast<size_t>(n));
+  std::vector<float*> to(static_cast<size_t>(n));
+  for (int64_t c = 0; c < n; ++c) {
+    from[static_cast<size_t>(c)] = x + c * x_stride;
+    to[static_cast<size_t>(c)] = y + c * y_stride;
+  }
+  return edgees_product(t, noise, members, member, n, from.data(), to.data());
+}
+
 int64_t edgees_peak(int64_t n) {
   std::atomic<int64_t> total{0};
   parallel_for(edgees::threads(), [&](int64_t, int) { total += kernels().peak(n); });
@@ -658,6 +716,20 @@ int edgees_row(const edgees_tensor* t, const edgees_noise_kind* noise, const edg
   add_lowrank_row(noise->rank, right, left, c * noise_scale(noise->kind, noise->rank, false),
                   t->cols, out);
   return 0;
+}
+
+int edgees_rows(const edgees_tensor* t, const edgees_noise_kind* noise,
+                const edgees_member* members, const int32_t* member, int64_t n, const int64_t* rows,
+                float* out) {
+  if (!t || n < 0) return EDGEES_E_ARGUMENT;
+  std::atomic<int> fault{0};
+  each_row(n, t->cols, [&](int64_t i) {
+    const int code = member[i] < 0
+                         ? EDGEES_E_COLUMNS
+                         : edgees_row(t, noise, members + member[i], rows[i], out + i * t->cols);
+    if (code) fault = code;
+  });
+  return fault;
 }
 
 int edgees_vector(const edgees_tensor* t, const edgees_noise_kind* noise,

@@ -21,7 +21,8 @@ Parts = tuple[np.ndarray, np.ndarray, "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class BlockType:
-    """id: ggml's type number; weights, bytes: of one block; group: weights sharing a scale; low, high: of the codes."""
+    """id: ggml's type number, or ours; weights, bytes: of one block; group: weights sharing a scale; low, high: of the
+    codes; values: float32 [16], what codes stand for where they are no numbers (times the block's absmax)."""
 
     name: str
     id: int
@@ -31,6 +32,7 @@ class BlockType:
     low: int = 0
     high: int = 0
     parts: Callable[[np.ndarray], Parts] | None = None
+    values: np.ndarray | None = None
 
 
 def _half(b: np.ndarray) -> np.ndarray:
@@ -100,6 +102,25 @@ def _q6_k(b: np.ndarray) -> Parts:
     return scale, codes - 32, None
 
 
+def _table(b: np.ndarray) -> Parts:
+    """bitsandbytes' types: absmax in front of 64 codes, of which the high nibble of a byte comes first."""
+    codes = np.stack([b[:, 4:] >> 4, b[:, 4:] & 15], axis=2).reshape(len(b), 64).astype(np.int32)
+    return np.repeat(np.ascontiguousarray(b[:, :4]).view("<f4"), 2, axis=1), codes, None
+
+
+NF4 = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+"""Values of bitsandbytes' 4-bit codes (QLoRA, arXiv 2305.14314, appendix E; bitsandbytes.functional.get_4bit_type)."""
+TABLE_CELL = np.float32(1 / 8)
+"""Cell of the residual plane beside them, in absmax."""
+
 FLOAT_GROUP = 32
 TYPES: dict[str, BlockType] = {
     t.name: t
@@ -115,9 +136,11 @@ TYPES: dict[str, BlockType] = {
         BlockType("Q4_K", 12, 256, 144, 32, 0, 15, _q4_k),
         BlockType("Q5_K", 13, 256, 176, 32, 0, 31, _q5_k),
         BlockType("Q6_K", 14, 256, 210, 16, -32, 31, _q6_k),
+        BlockType("NF4", 100, 64, 36, 32, 0, 15, _table, NF4),
+        BlockType("FP4", 101, 64, 36, 32, 0, 15, _table, FP4),
     )
 }
-"""Types with a codec, by GGUF's name."""
+"""Types with a codec, by GGUF's name, and bitsandbytes' (blocks.h, Table4)."""
 
 
 def block_type(name: str) -> BlockType:
@@ -164,7 +187,8 @@ def decode_numpy(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray
             return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(rows, cols)
         return raw.view("<f4" if name == "F32" else "<f2").astype(np.float32).reshape(rows, cols)
     scale, codes, offset = t.parts(raw.reshape(-1, t.bytes))
-    w = scale[:, :, None] * codes.reshape(len(codes), -1, t.group).astype(np.float32)
+    numbers = codes.astype(np.float32) if t.values is None else t.values[codes]
+    w = scale[:, :, None] * numbers.reshape(len(codes), -1, t.group)
     if offset is not None:
         w = w + offset[:, :, None]
     return w.reshape(rows, cols)
@@ -187,7 +211,8 @@ def cells_numpy(name: str, raw: np.ndarray, rows: int, cols: int, rho: float = 0
     raw = _raw(name, raw, rows, cols)
     if t.parts is None:
         return np.full((rows, -(-cols // t.group)), rho / 4, np.float32)
-    return np.abs(t.parts(raw.reshape(-1, t.bytes))[0]).reshape(rows, cols // t.group)
+    cell = np.abs(t.parts(raw.reshape(-1, t.bytes))[0]).reshape(rows, cols // t.group)
+    return cell if t.values is None else cell * TABLE_CELL
 
 
 def codes(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray:

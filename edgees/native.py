@@ -11,7 +11,7 @@ import numpy as np
 
 from edgees.errors import NativeError, UsageError
 
-ABI = 1
+ABI = 2
 REASONS = {
     -1: "a size, type or name makes no sense",
     -2: "no codec for this block type",
@@ -29,7 +29,7 @@ class Tensor(ctypes.Structure):
     _fields_ = [
         ("type", _i32), ("heads", _i32), ("rows", _i64), ("cols", _i64), ("base", _ptr), ("row_stride", _i64),
         ("id", _u32), ("rho", _f32), ("cell", _f32), ("bits", _i32), ("span", _i32), ("plane", _ptr), ("factors", _i32),
-        ("a", _ptr), ("pool", _ptr), ("delta", _ptr), ("lattice", _i32),
+        ("a", _ptr), ("pool", _ptr), ("delta", _ptr), ("lattice", _i32), ("absmax", _ptr),
     ]  # fmt: skip
 
 
@@ -71,6 +71,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "edgees_effective": (_i32, [_i32, _ptr, _i64, _i64, _i32, _ptr, _i32, _f32, _ptr]),
     "edgees_peak": (_i64, [_i64]),
     "edgees_product": (_i32, [_ptr, _ptr, _ptr, _ptr, _i64, _ptr, _ptr]),
+    "edgees_product_rows": (_i32, [_ptr, _ptr, _ptr, _ptr, _i64, _ptr, _i64, _ptr, _i64]),
+    "edgees_rows": (_i32, [_ptr, _ptr, _ptr, _ptr, _i64, _ptr, _ptr]),
     "edgees_row": (_i32, [_ptr, _ptr, _ptr, _i64, _ptr]),
     "edgees_vector": (_i32, [_ptr, _ptr, _ptr, _ptr]),
     "edgees_llama_install": (_i32, [_ptr]),

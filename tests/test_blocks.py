@@ -11,6 +11,8 @@ from edgees import blocks, native, noise
 from edgees.errors import UsageError
 
 BLOCK = [name for name, t in blocks.TYPES.items() if t.parts]
+GGUF = [name for name, t in blocks.TYPES.items() if t.id < 100]
+TABLES = [name for name, t in blocks.TYPES.items() if t.values is not None]
 FLOAT = [name for name, t in blocks.TYPES.items() if not t.parts]
 
 
@@ -32,6 +34,12 @@ def random_raw(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
             return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
         return x.astype(np.float16 if name == "F16" else np.float32).view(np.uint8).reshape(-1)
     raw = rng.integers(0, 256, (rows * cols // t.weights, t.bytes), dtype=np.uint8)
+    if t.values is not None:
+        absmax = np.abs(rng.normal(size=len(raw)) * 0.1).astype(np.float32)
+        absmax[::7] = 0
+        absmax[1::11] *= -1  # what double quantisation can make of a tiny one
+        raw[:, :4] = absmax.view(np.uint8).reshape(-1, 4)
+        return raw.reshape(-1)
     fields = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
     for at in fields:
         value = (rng.normal(size=(len(raw), 1)) * 0.03).astype(np.float16)
@@ -45,7 +53,18 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype == np.float32 and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("name", list(blocks.TYPES))
+@pytest.mark.parametrize("name", TABLES)
+def test_decode_of_tables(name: str, isa: str) -> None:
+    raw = random_raw(name, 5, 512)
+    got = blocks.decode(name, raw, 5, 512)
+    assert same_bits(got, blocks.decode_numpy(name, raw, 5, 512))
+    block = raw.reshape(-1, 36)[3]
+    absmax, byte = block[:4].view(np.float32)[0], block[4 + 7]
+    assert got.reshape(-1, 64)[3, 14] == blocks.TYPES[name].values[byte >> 4] * absmax
+    assert got.reshape(-1, 64)[3, 15] == blocks.TYPES[name].values[byte & 15] * absmax
+
+
+@pytest.mark.parametrize("name", GGUF)
 def test_decode_is_ggufs(name: str, isa: str) -> None:
     cols = 512 if name in BLOCK else 77
     raw = random_raw(name, 5, cols)
@@ -116,7 +135,7 @@ def test_plane_is_the_references(name: str, bits: int, isa: str) -> None:
     assert len(np.unique(q)) > 2
 
 
-@pytest.mark.parametrize("name", BLOCK)
+@pytest.mark.parametrize("name", [name for name in BLOCK if name not in TABLES])
 def test_lattice_moves_codes_by_whole_cells(name: str, isa: str) -> None:
     rows, cols = 6, 512
     raw = random_raw(name, rows, cols, 4)

@@ -101,6 +101,21 @@ void decode_blocks(const void* row, int64_t n, float* out) {
   }
 }
 
+// A block's sixteen values are made once.
+static void decode_table(int type, const void* row, int64_t n, float* out) {
+  const Table4* b = static_cast<const Table4*>(row);
+  const float* table = table_of(type);
+  for (int64_t i = 0; i < n; i += Table4::weights, ++b) {
+    float value[16];
+    const F d = set1(b->d);
+    for (int k = 0; k < 16; k += L) store(value + k, mul(load(table + k), d));
+    for (int k = 0; k < 32; ++k) {
+      out[i + 2 * k] = value[b->qs[k] >> 4];
+      out[i + 2 * k + 1] = value[b->qs[k] & 15];
+    }
+  }
+}
+
 static void decode_half(const uint16_t* h, int64_t n, float* out) {
   int64_t i = 0;
 #if defined(EDGEES_ARM_AVX512)
@@ -134,6 +149,7 @@ void decode(int type, const void* row, int64_t n, float* out) {
       })) {
     return;
   }
+  if (is_table(type)) return decode_table(type, row, n, out);
   const uint16_t* h = static_cast<const uint16_t*>(row);
   if (type == kTypeF32) {
     memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
@@ -155,9 +171,9 @@ void cells(int type, const void* row, int64_t n, float float_cell, float* out) {
       for (int g = 0; g < groups; ++g) out[g] = std::fabs(out[g]);
     }
   });
-  if (!block) {
-    for (int64_t i = 0; i < n; i += kFloatGroup) *out++ = float_cell;
-  }
+  if (block) return;
+  if (is_table(type)) return table_cells(row, n, out);
+  for (int64_t i = 0; i < n; i += kFloatGroup) *out++ = float_cell;
 }
 
 template <int BITS>

@@ -322,7 +322,103 @@ static void from_halves(float* at, int64_t groups, int64_t stride, int rows, flo
 }
 #endif
 
+// 32 weights of a type with a table, from 16 bytes, without a plane; in the arm's order.
+#if defined(EDGEES_ARM_AVX512)
+using Levels = __m512i;  // twice over: the fifth bit of an index does not matter
+static inline Levels levels(const int16_t* p) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline __m512i level_words(const uint8_t* p, Levels level) {
+  const __m512i twice =
+      _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
+                               _mm512_castsi256_si512(_mm256_cvtepu8_epi16(bytes(p))));
+  return _mm512_permutexvar_epi16(_mm512_srlv_epi16(twice, by_lane(4, 0, 4, 0)), level);
+}
+static inline void level_codes(const uint8_t* p, Levels level, int16_t* q) {
+  _mm512_storeu_si512(q, level_words(p, level));
+}
+static inline void add_steps(int bits, const uint8_t* plane, int16_t by, int16_t* q) {
+  alignas(32) uint8_t all[32];
+  if (bits == 2) unpack_plane(2, plane, all);
+  const __m512i steps = bits == 4 ? nibble_words(plane) : words_of(bits == 2 ? all : plane);
+  const __m512i move = _mm512_mullo_epi16(
+      _mm512_sub_epi16(steps, _mm512_set1_epi16(static_cast<int16_t>(1 << (bits - 1)))),
+      _mm512_set1_epi16(by));
+  _mm512_storeu_si512(q, _mm512_add_epi16(_mm512_loadu_si512(q), move));
+}
+#else
+struct Levels {
+  Bytes low, high;
+};
+static inline Levels levels(const int16_t* p) {
+  alignas(16) uint8_t part[2][16];
+  for (int k = 0; k < 32; ++k) part[k % 2][k / 2] = reinterpret_cast<const uint8_t*>(p)[k];
+  return {bytes(part[0]), bytes(part[1])};
+}
+static inline void level_codes(const uint8_t* p, Levels level, int16_t* q) {
+  const Bytes both = bytes(p);
+#if defined(EDGEES_ARM_NEON)
+  const uint8x16x2_t code = vzipq_u8(high_nibbles(both), low_nibbles(both));
+  for (int h = 0; h < 2; ++h) {
+    const uint8x16x2_t v =
+        vzipq_u8(vqtbl1q_u8(level.low, code.val[h]), vqtbl1q_u8(level.high, code.val[h]));
+    vst1q_u8(reinterpret_cast<uint8_t*>(q + 16 * h), v.val[0]);
+    vst1q_u8(reinterpret_cast<uint8_t*>(q + 16 * h + 8), v.val[1]);
+  }
+#else
+  const Bytes high = high_nibbles(both), low = low_nibbles(both);
+  const Bytes code[2] = {_mm_unpacklo_epi8(high, low), _mm_unpackhi_epi8(high, low)};
+  for (int h = 0; h < 2; ++h) {
+    const Bytes l = _mm_shuffle_epi8(level.low, code[h]), u = _mm_shuffle_epi8(level.high, code[h]);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * h), _mm_unpacklo_epi8(l, u));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * h + 8), _mm_unpackhi_epi8(l, u));
+  }
+#endif
+}
+static inline void add_steps(int bits, const uint8_t* plane, int16_t by, int16_t* q) {
+  uint8_t steps[32];
+  unpack_plane(bits, plane, steps);
+  const int16_t middle = static_cast<int16_t>(1 << (bits - 1));
+  for (int k = 0; k < 32; ++k)
+    q[k] = static_cast<int16_t>(q[k] + static_cast<int16_t>(steps[k] - middle) * by);
+}
+#endif
+
+static void table_codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  const Levels level = levels(levels_of(from.type));
+  const int step = 1 << (kTableBits - kTableCellBits + from.span - from.bits);
+  const int64_t size = n / Table4::weights * static_cast<int64_t>(sizeof(Table4));
+  for (int r = 0; r < rows; ++r) {
+    const uint8_t* base = from.base + r * from.base_stride;
+    const uint8_t* plane = from.plane + r * from.plane_stride;
+    const Table4* b = reinterpret_cast<const Table4*>(base);
+    if (from.next_base) {
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(base + from.next_base + i);
+    }
+    if (from.next_plane) {
+      for (int64_t i = 0; i < plane_bytes(from.bits, n); i += 64)
+        __builtin_prefetch(plane + from.next_plane + i);
+    }
+    float* scale = to.scale + r;
+    int16_t* q = to.q + r * to.ld;
+    for (int64_t i = 0; i < n; i += Table4::weights, ++b, q += Table4::weights) {
+      for (int h = 0; h < 2; ++h, scale += to.stride) {
+        *scale = b->d * power_of_two(-kTableBits);
+        level_codes(b->qs + 16 * h, level, q + 32 * h);
+        if (!from.bits) continue;
+        add_steps(from.bits, plane, static_cast<int16_t>(std::signbit(b->d) ? -step : step),
+                  q + 32 * h);
+        plane += 4 * from.bits;
+      }
+    }
+  }
+}
+
 static bool codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  if (is_table(from.type)) {
+    table_codes(from, rows, n, to);
+    return true;
+  }
   return with_format(from.type, [&](auto* format) {
     using Block = std::remove_pointer_t<decltype(format)>;
 #if defined(EDGEES_ARM_AVX512)

@@ -16,6 +16,14 @@ void decode(int type, const void* row, int64_t n, float* out) {
     }
   });
   if (block) return;
+  if (is_table(type)) {
+    const Table4* b = static_cast<const Table4*>(row);
+    const float* value = table_of(type);
+    for (int64_t i = 0; i < n; i += Table4::weights, ++b)
+      for (int k = 0; k < Table4::weights; ++k)
+        out[i + k] = value[k % 2 ? b->qs[k / 2] & 15 : b->qs[k / 2] >> 4] * b->d;
+    return;
+  }
   const uint16_t* h = static_cast<const uint16_t*>(row);
   if (type == kTypeF32) {
     memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
@@ -38,6 +46,7 @@ void cells(int type, const void* row, int64_t n, float float_cell, float* out) {
     }
   });
   if (block) return;
+  if (is_table(type)) return table_cells(row, n, out);
   for (int64_t i = 0; i < n; i += kFloatGroup) *out++ = float_cell;
 }
 

@@ -29,7 +29,36 @@ static void interleave(const int16_t* q, int64_t ld, int columns, int64_t n, int
       for (int k = 0; k < 2; ++k) panel[2 * c + k] = c < columns ? q[c * ld + i + k] : int16_t{0};
 }
 
+// Values of a table as integers, and the plane's steps in the same unit.
+static void table_codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  const int16_t* level = levels_of(from.type);
+  const int bits = from.bits, middle = bits ? 1 << (bits - 1) : 0;
+  const int step = 1 << (kTableBits - kTableCellBits + from.span - bits);
+  for (int r = 0; r < rows; ++r) {
+    const Table4* b = reinterpret_cast<const Table4*>(from.base + r * from.base_stride);
+    float* scale = to.scale + r;
+    for (int64_t i = 0; i < n; i += kGroup, scale += to.stride) {
+      const Table4& block = b[i / Table4::weights];
+      *scale = block.d * power_of_two(-kTableBits);
+      uint8_t steps[kGroup];
+      if (bits) {
+        unpack_plane(bits, from.plane + r * from.plane_stride + i / 32 * 4 * bits, steps);
+      }
+      for (int k = 0; k < kGroup; ++k) {
+        const uint8_t both = block.qs[(i % Table4::weights + k) / 2];
+        const int move = bits ? (steps[k] - middle) * step : 0;
+        to.q[r * to.ld + i + k] = static_cast<int16_t>(level[k % 2 ? both & 15 : both >> 4] +
+                                                       (std::signbit(block.d) ? -move : move));
+      }
+    }
+  }
+}
+
 static bool codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
+  if (is_table(from.type)) {
+    table_codes(from, rows, n, to);
+    return true;
+  }
   return with_format(from.type, [&](auto* format) {
     using Block = std::remove_pointer_t<decltype(format)>;
     constexpr int groups = Block::weights / Block::group;

@@ -30,8 +30,8 @@ uint32_t random_bits() {
 }
 float random_float() { return static_cast<float>(random_bits() & 0xFFFF) / 32768.0f - 1.0f; }
 
-const int kTypes[] = {kTypeF32,  kTypeF16,  kTypeBF16, kTypeQ4_0, kTypeQ4_1, kTypeQ5_0,
-                      kTypeQ5_1, kTypeQ8_0, kTypeQ4_K, kTypeQ5_K, kTypeQ6_K};
+const int kTypes[] = {kTypeF32,  kTypeF16,  kTypeBF16, kTypeQ4_0, kTypeQ4_1, kTypeQ5_0, kTypeQ5_1,
+                      kTypeQ8_0, kTypeQ4_K, kTypeQ5_K, kTypeQ6_K, kTypeNF4,  kTypeFP4};
 
 // Random codes, with scales that are small halves.
 std::vector<uint8_t> random_rows(int type, int64_t rows, int64_t cols) {
@@ -45,6 +45,11 @@ std::vector<uint8_t> random_rows(int type, int64_t rows, int64_t cols) {
   } else if (is_float(type)) {  // exponents near those of one
     for (size_t i = 1; i < raw.size(); i += 2)
       raw[i] = static_cast<uint8_t>((raw[i] & 0x83) | (type == kTypeF16 ? 0x34 : 0x3C));
+  } else if (is_table(type)) {
+    for (size_t i = 0; i < raw.size(); i += sizeof(Table4)) {
+      const float v = random_float();
+      memcpy(&raw[i], &v, 4);
+    }
   } else {
     with_format(type, [&](auto* format) {
       using Block = std::remove_pointer_t<decltype(format)>;
@@ -147,7 +152,8 @@ void integers(int type, int bits, int span) {
     for (int64_t j = 0; j < n; ++j) {
       const size_t at = static_cast<size_t>(j / group * 16 + r);
       const float v = scales[at] * qs[static_cast<size_t>(r * n + j)] + offsets[at];
-      check(std::fabs(v - w[static_cast<size_t>(j)]) <= 2e-6f, "codes against decode", id);
+      const float bound = is_table(type) ? 1.01f / (2 << kTableBits) : 2e-6f;  // of absmax <= 1
+      check(std::fabs(v - w[static_cast<size_t>(j)]) <= bound, "codes against decode", id);
       check(std::abs(qs[static_cast<size_t>(r * n + j)]) < kCodeLimit, "a code too large", id);
     }
   }
@@ -371,9 +377,9 @@ Case make(int type, int64_t rows, int64_t cols, int heads, int view) {
           "plane_encode", type);
     if (!is_float(type)) {
       std::vector<uint8_t> moved(c.raw.size());
-      check(edgees_lattice_encode(type, c.raw.data(), rows, cols, c.delta.data(), order.data(), 5,
-                                  c.t.id, moved.data()) == 0,
-            "lattice_encode", type);
+      const int code = edgees_lattice_encode(type, c.raw.data(), rows, cols, c.delta.data(),
+                                             order.data(), 5, c.t.id, moved.data());
+      check(code == (is_table(type) ? EDGEES_E_TYPE : 0), "lattice_encode", type);
     }
   } else if (view == 2) {
     c.t.factors = 5;
@@ -433,9 +439,87 @@ void products(int type, int kind, int rank, int view, int heads, int64_t cols = 
         sum += term;
         size += std::fabs(term);
       }
-      // Activations are rounded to 2^-14 of the largest of their group.
-      check(std::fabs(sum - ys[i][r]) <= 3e-5 * (size + 1), "row against product", id);
+      // Activations are rounded to 2^-14 of the largest of their group, tables to 2^-12 of absmax.
+      const double bound = is_table(type) ? 3e-4 : 3e-5;
+      check(std::fabs(sum - ys[i][r]) <= bound * (size + 1), "row against product", id);
     }
+}
+
+// Codes with their absmax apart: the bits of the same codes in blocks; any shape.
+void apart(int type, int64_t rows, int64_t cols, int bits, int64_t n) {
+  const int64_t size = rows * cols;
+  std::vector<uint8_t> packed(static_cast<size_t>((size + 1) / 2)), raw;
+  std::vector<float> absmax(static_cast<size_t>((size + 63) / 64));
+  for (auto& b : packed) b = static_cast<uint8_t>(random_bits());
+  for (auto& v : absmax) v = std::fabs(random_float());
+  std::vector<uint8_t> plane(static_cast<size_t>(rows * plane_bytes(4, cols)));
+  for (auto& b : plane) b = static_cast<uint8_t>(random_bits());
+  edgees_tensor t{};
+  t.type = type;
+  t.rows = rows;
+  t.cols = cols;
+  t.base = packed.data();
+  t.absmax = absmax.data();
+  t.id = 5;
+  t.rho = 0.3f;
+  t.bits = bits;
+  t.plane = bits ? plane.data() : nullptr;
+  const edgees_noise_kind noise{EDGEES_NOISE_LOWRANK, 1};
+  const edgees_member members[2] = {{11, 0.1f, 3}, {0, 0.0f, 0}};
+  std::vector<float> x(static_cast<size_t>(n * cols)), y(static_cast<size_t>(n * rows)), z(y),
+      w(static_cast<size_t>(size));
+  std::vector<int32_t> owner;
+  std::vector<int64_t> all;
+  for (auto& v : x) v = random_float();
+  for (int64_t c = 0; c < n; ++c) owner.push_back(static_cast<int32_t>(c % 2));
+  const int id = static_cast<int>(rows * 10000 + cols);
+  check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, y.data(), rows) ==
+            0,
+        "product apart", id);
+  const std::vector<int32_t> centre(static_cast<size_t>(rows), 1);
+  for (int64_t r = 0; r < rows; ++r) all.push_back(r);
+  check(edgees_rows(&t, &noise, members, centre.data(), rows, all.data(), w.data()) == 0,
+        "rows apart", id);
+  all[0] = rows;
+  check(edgees_rows(&t, &noise, members, centre.data(), 1, all.data(), w.data() + size - cols) ==
+            EDGEES_E_ARGUMENT,
+        "a row too far", id);
+  if (!bits) {
+    for (int64_t i = 0; i < size; ++i) {
+      const int code = i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4;
+      check(w[static_cast<size_t>(i)] == table_of(type)[code] * absmax[i / 64], "codes apart", id);
+    }
+    for (int64_t c = 1; c < n; c += 2)  // the centre's columns
+      for (int64_t r = 0; r < rows; ++r) {
+        double sum = 0, most = 1;
+        for (int64_t j = 0; j < cols; ++j) {
+          const double term = w[static_cast<size_t>(r * cols + j)] * x[c * cols + j];
+          sum += term;
+          most += std::fabs(term);
+        }
+        check(std::fabs(sum - y[c * rows + r]) <= 3e-4 * most, "product of odd shape", id);
+      }
+  }
+  if (cols % 64) {
+    t.bits = 4;
+    t.plane = plane.data();
+    check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, y.data(),
+                              rows) == EDGEES_E_ARGUMENT,
+          "a plane beside partial blocks", id);
+    return;
+  }
+  for (int64_t i = 0; i < size; i += 64) {
+    const uint8_t* m = reinterpret_cast<const uint8_t*>(&absmax[static_cast<size_t>(i / 64)]);
+    raw.insert(raw.end(), m, m + 4);
+    raw.insert(raw.end(), &packed[i / 2], &packed[i / 2] + 32);
+  }
+  t.base = raw.data();
+  t.row_stride = row_bytes(type, cols);
+  t.absmax = nullptr;
+  check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, z.data(), rows) ==
+            0,
+        "product in blocks", id);
+  check(same(y, z), "blocks and codes apart differ", id);
 }
 
 }  // namespace
@@ -448,10 +532,10 @@ int main() {
   for (int type : kTypes) {
     if (is_float(type)) continue;
     for (int bits : {0, 2, 4}) integers(type, bits, 0);
-    integers(type, 4, 5);
-    integers(type, 4, 7);
+    integers(type, 4, is_table(type) ? 2 : 5);
+    integers(type, 4, is_table(type) ? 3 : 7);
   }
-  integers(kTypeQ4_1, 8, 0);
+  for (int type : {kTypeQ4_1, kTypeNF4}) integers(type, 8, 0);
   for (int64_t n : {32, 96, 128, 576, 1088})
     for (int rows : {1, 5, 16})
       for (int columns = 1; columns <= kSignColumns; ++columns) sign_columns(n, rows, columns);
@@ -468,6 +552,13 @@ int main() {
   for (int view = 0; view < 2; ++view) products(kTypeQ6_K, EDGEES_NOISE_NORMAL, 1, view, 0);
   for (int type : {kTypeQ4_1, kTypeQ4_K})  // rows longer than a piece
     for (int kind : {EDGEES_NOISE_LOWRANK, EDGEES_NOISE_SIGN}) products(type, kind, 1, 1, 4, 1024);
+  for (int type : {kTypeNF4, kTypeFP4})
+    for (int64_t n : {1, 37}) {
+      apart(type, 96, 1024, 4, n);
+      apart(type, 70, 128, 0, n);
+      apart(type, 63, 65, 0, n);
+      apart(type, 64, 172, 0, n);
+    }
   if (failures == 0) printf("product_test: ok (%s)\n", isa);
   return failures != 0;
 }
