@@ -382,7 +382,7 @@ constexpr float kNF4[16] = {-1.0f,
                             0.7229568362236023f,
                             1.0f};
 constexpr float kFP4[16] = {0.0f,       0.0625f / 12, 8.0f / 12,  1.0f,          4.0f / 12,  0.5f,
-                            2.0f / 12,  0.25f,        -0.0f,      -0.0625f / 12, -8.0f / 12, -1.0f,
+                            2.0f / 12,  0.25f,        0.0f,       -0.0625f / 12, -8.0f / 12, -1.0f,
                             -4.0f / 12, -0.5f,        -2.0f / 12, -0.25f};
 EDGEES_INLINE const float* table_of(int type) { return type == kTypeNF4 ? kNF4 : kFP4; }
 EDGEES_INLINE bool is_table(int type) { return type == kTypeNF4 || type == kTypeFP4; }

@@ -116,7 +116,7 @@ NF4 = np.array(
     ],
     np.float32,
 )  # fmt: skip
-FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
 """Values of bitsandbytes' 4-bit codes (QLoRA, arXiv 2305.14314, appendix E; bitsandbytes.functional.get_4bit_type)."""
 TABLE_CELL = np.float32(1 / 8)
 """Cell of the residual plane beside them, in absmax."""

@@ -342,9 +342,11 @@ def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch: pytest.MonkeyP
         ("absent.gguf", "no model file absent.gguf", "give the path of a GGUF file"),
         ("modle.gguf", "no model file modle.gguf", "did you mean model.gguf?"),
         ("smolm2-135m", "no model file smolm2-135m", "did you mean smollm2-135m?"),
-        ("org/name", "no model file org/name", "Hugging Face ids are not fetched"),
-        ("folder", "folder is a folder, and Hugging Face folders need the torch engine", "give a GGUF file"),
+        ("org/name", "no model file org/name", "a Hugging Face id needs --engine torch"),
+        ("folder", "folder holds no model: neither a GGUF file nor config.json", "give a GGUF file"),
         ("shelf", "shelf is a folder", "name the file: shelf/inner.gguf"),
+        ("hf", "hf is a Hugging Face folder, which llama.cpp cannot read", "add --engine torch"),
+        ("both", "both is a folder that holds GGUF files and a", "both/x.gguf; for the other give --engine torch"),
         ("text.gguf", "text.gguf is not a GGUF file (it begins with b'hell')", "GGUF form"),
         ("empty.gguf", "empty.gguf is not a GGUF file (it begins with b'')", "GGUF form"),
     ],
@@ -356,6 +358,11 @@ def test_what_is_no_model_is_refused(
     Path("folder").mkdir()
     Path("shelf").mkdir()
     Path("shelf/inner.gguf").write_bytes(b"GGUF")
+    for folder in ("hf", "both"):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text("{}")
+        Path(folder, "model.safetensors").touch()
+    Path("both/x.gguf").write_bytes(b"GGUF")
     Path("model.gguf").write_bytes(b"GGUF")
     Path("text.gguf").write_text("hello")
     Path("empty.gguf").touch()

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # (tasks) is one unit: its modules may import each other, but not in a circle.
 ROWS: list[list[str]] = [
     ["__init__", "backends/__init__", "errors"],
-    ["children", "config", "model_path", "native"],
-    ["blocks", "gguf_file", "hf_layout", "noise", "template"],
-    ["backends/base"],
+    ["children", "config", "cuda", "model_path", "native"],
+    ["blocks", "gguf_file", "hf_layout", "nf4", "noise", "template"],
+    ["backends/base", "hf_files"],
     ["backends/streams", "delta", "ops"],
     ["backends/llamacpp", "backends/torch_nf4", "backends/toy"],
     ["population", "tasks"],

@@ -27,15 +27,11 @@ import numpy as np
 from edgees import blocks, native, noise
 from edgees.backends.base import (
     CENTRE,
-    Completion,
     Member,
     Memory,
-    Progress,
-    Request,
-    Score,
     TensorInfo,
 )
-from edgees.backends.streams import Job, Scheduler
+from edgees.backends.streams import Scheduler, StreamEngine
 from edgees.errors import EngineError, MissingExtra, ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
 from edgees.hf_layout import canonical, rope_permuted
@@ -266,7 +262,7 @@ class _Context:
             self.handle = None
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(StreamEngine):
     """A GGUF model on the CPU, answering for many members at once.
 
     path: the GGUF file (never modified). context: tokens per sequence, 0 = by need. parallel: sequences at once,
@@ -671,6 +667,9 @@ class LlamaCppEngine:
                 raise EngineError(f"llama.cpp cannot apply the adapter to {self.path}")
         return self._ctx
 
+    def scheduler(self, length: int, jobs: int) -> Scheduler:
+        return self._need(length, jobs).scheduler
+
     @staticmethod
     def _room() -> int:
         """Bytes that the KV cache may take: half of what is available."""
@@ -727,47 +726,8 @@ class LlamaCppEngine:
         )  # fmt: skip
         native.check(code, "batch")
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
-        """Complete all requests; order and company in the batch change nothing in any of them."""
-        results: list[Completion] = [Completion("", (), "overflow")] * len(requests)
-        jobs: list[Job] = []
-        limit = self.context_length
-        for i, r in enumerate(requests):
-            self._own(r.member)
-            if not r.prompt:
-                raise UsageError("a prompt needs at least one token")
-            if len(r.prompt) < limit:
-                room = min(r.max_tokens, limit - len(r.prompt))
-                jobs.append(Job(i, r.member, list(r.prompt), limit=room, request=r))
-        if jobs:
-            ctx = self._need(max(len(j.tokens) + j.limit for j in jobs), len(jobs))
-            ctx.scheduler.complete(jobs, progress)
-        for job in jobs:
-            results[job.index] = job.completion()
-        return results
-
-    def loglik(
-        self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None
-    ) -> list[Score]:
-        """Log-likelihood of each target after its prompt; NaN where both together do not fit the context."""
-        scores = [Score(float("nan"), len(target)) for _, _, target in requests]
-        jobs = []
-        for i, (member, prompt, target) in enumerate(requests):
-            self._own(member)
-            if not prompt:
-                raise UsageError("a likelihood needs at least one token of prompt")
-            if not target:
-                scores[i] = Score(0.0, 0)
-            elif len(prompt) + len(target) <= self.context_length + 1:
-                jobs.append(Job(i, member, [*prompt, *target[:-1]], first_output=len(prompt) - 1))
-        if jobs:
-            ctx = self._need(max(len(j.tokens) for j in jobs), len(jobs))
-            found = ctx.scheduler.score(jobs, [target for _, _, target in requests], progress)
-            for job, score in zip(jobs, found, strict=True):
-                scores[job.index] = score
-        return scores
-
-    def _own(self, member: Member) -> None:
+    def own(self, member: Member) -> None:
+        """:raises UsageError: a perturbed member where no noise is attached."""
         if member.amplitude and (self.plain or self._session is None):
             raise UsageError("this engine has no noise attached: only the unperturbed centre can be run")
 
@@ -777,41 +737,9 @@ class LlamaCppEngine:
     def piece(self, token: int) -> bytes:
         return self._piece(token, False)
 
-    def sample(self, jobs: Sequence[Job], rows: np.ndarray) -> list[int]:
-        """Greedy, or by Gumbel noise of (seed, step) alone: members of a row share it and differ by weights only."""
-        best = np.empty(len(jobs), np.int32)
-        code = native.lib().edgees_logprob(
-            native.pointer(rows), len(jobs), self.vocabulary, None, None, native.pointer(best)
-        )
-        native.check(code, "sampling")
-        result = [int(b) for b in best]
-        for i, job in enumerate(jobs):
-            request = job.request
-            if request and request.temperature > 0:
-                logits = self._row(rows[i]) / np.float32(request.temperature)
-                result[i] = int(np.argmax(logits + self._gumbel(request.seed, len(job.generated))))
-        return result
-
-    def logprob(self, rows: np.ndarray, tokens: Sequence[int]) -> list[float]:
-        wanted, out = np.array(tokens, np.int32), np.empty(len(rows), np.float64)
-        code = native.lib().edgees_logprob(
-            native.pointer(rows), len(rows), self.vocabulary, native.pointer(wanted), native.pointer(out), None
-        )
-        native.check(code, "likelihood")
-        return [float(x) for x in out]
-
-    def _row(self, address: np.uint64) -> np.ndarray:
-        return np.ctypeslib.as_array((ctypes.c_float * self.vocabulary).from_address(int(address)))
-
-    @lru_cache(maxsize=256)  # noqa: B019 - the engine outlives the cache's entries
-    def _gumbel(self, seed: int, step: int) -> np.ndarray:
-        raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
-        u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        return np.asarray(-np.log(-np.log(u)), np.float32)
-
     def logits(self, tokens: Sequence[int], member: Member = CENTRE) -> np.ndarray:
         """float32 [len(tokens), vocabulary]: logits after each token (checks and tests; not for rollouts)."""
-        self._own(member)
+        self.own(member)
         ctx = self._need(len(tokens), 1)
         ctx.scheduler.forget()
         ctx.trim(0, 0)

@@ -9,13 +9,17 @@ each: the one shape of batch that engines leave whole and in order.
 from __future__ import annotations
 
 import codecs
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from edgees import native
 from edgees.backends.base import Completion, Member, Progress, Request, Score
+from edgees.errors import UsageError
 
 SHARED_PREFIX = 16
 """Shorter common beginnings are computed again: copying a stream costs about as much."""
@@ -426,3 +430,97 @@ class Scheduler:
             self.streams.copy(last.id, free.id)
             free.job, free.member, free.held = last.job, last.member, list(last.held)
             last.job = None
+
+
+class StreamEngine:
+    """What engines with streams have in common: requests to jobs, sampling and likelihoods.
+
+    vocabulary: numbers in a row of logits. Handles of rows are addresses of float32 in host memory.
+    """
+
+    vocabulary: int
+
+    @property
+    def context_length(self) -> int:
+        raise NotImplementedError
+
+    def scheduler(self, length: int, jobs: int) -> Scheduler:
+        """One whose streams hold ``length`` tokens each, for ``jobs`` jobs."""
+        raise NotImplementedError
+
+    def own(self, member: Member) -> None:
+        """:raises UsageError: a member that cannot be run here."""
+        raise NotImplementedError
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+        """Complete all requests; order and company in the batch change nothing in any of them."""
+        results: list[Completion] = [Completion("", (), "overflow")] * len(requests)
+        jobs: list[Job] = []
+        limit = self.context_length
+        for i, r in enumerate(requests):
+            self.own(r.member)
+            if not r.prompt:
+                raise UsageError("a prompt needs at least one token")
+            if len(r.prompt) < limit:
+                room = min(r.max_tokens, limit - len(r.prompt))
+                jobs.append(Job(i, r.member, list(r.prompt), limit=room, request=r))
+        if jobs:
+            scheduler = self.scheduler(max(len(j.tokens) + j.limit for j in jobs), len(jobs))
+            scheduler.complete(jobs, progress)
+        for job in jobs:
+            results[job.index] = job.completion()
+        return results
+
+    def loglik(
+        self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None
+    ) -> list[Score]:
+        """Log-likelihood of each target after its prompt; NaN where both together do not fit the context."""
+        scores = [Score(float("nan"), len(target)) for _, _, target in requests]
+        jobs = []
+        for i, (member, prompt, target) in enumerate(requests):
+            self.own(member)
+            if not prompt:
+                raise UsageError("a likelihood needs at least one token of prompt")
+            if not target:
+                scores[i] = Score(0.0, 0)
+            elif len(prompt) + len(target) <= self.context_length + 1:
+                jobs.append(Job(i, member, [*prompt, *target[:-1]], first_output=len(prompt) - 1))
+        if jobs:
+            scheduler = self.scheduler(max(len(j.tokens) for j in jobs), len(jobs))
+            found = scheduler.score(jobs, [target for _, _, target in requests], progress)
+            for job, score in zip(jobs, found, strict=True):
+                scores[job.index] = score
+        return scores
+
+    def sample(self, jobs: Sequence[Job], rows: np.ndarray) -> list[int]:
+        """Greedy, or by Gumbel noise of (seed, step) alone: members of a row share it and differ by weights only."""
+        best = np.empty(len(jobs), np.int32)
+        code = native.lib().edgees_logprob(
+            native.pointer(rows), len(jobs), self.vocabulary, None, None, native.pointer(best)
+        )
+        native.check(code, "sampling")
+        result = [int(b) for b in best]
+        for i, job in enumerate(jobs):
+            request = job.request
+            if request and request.temperature > 0:
+                logits = self._row(rows[i]) / np.float32(request.temperature)
+                result[i] = int(np.argmax(logits + self._gumbel(request.seed, len(job.generated))))
+        return result
+
+    def logprob(self, rows: np.ndarray, tokens: Sequence[int]) -> list[float]:
+        wanted, out = np.array(tokens, np.int32), np.empty(len(rows), np.float64)
+        code = native.lib().edgees_logprob(
+            native.pointer(rows), len(rows), self.vocabulary, native.pointer(wanted), native.pointer(out), None
+        )
+        native.check(code, "likelihood")
+        return [float(x) for x in out]
+
+    def _row(self, address: np.uint64) -> np.ndarray:
+        return np.ctypeslib.as_array((ctypes.c_float * self.vocabulary).from_address(int(address)))
+
+    @lru_cache(maxsize=256)  # noqa: B019 - the engine outlives the cache's entries
+    def _gumbel(self, seed: int, step: int) -> np.ndarray:
+        raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
+        u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        return np.asarray(-np.log(-np.log(u)), np.float32)
+
