@@ -3,7 +3,7 @@
 // Philox counter words are (block, row, tensor, stream), seven rounds. A sign is one bit, 128 to a
 // block, 1 meaning -1; a normal value or a dither is 16 bits, 8 to a block, low half first.
 #pragma once
-#include <cstdint>
+#include <stdint.h>
 
 #include "normal_table.h"
 #include "philox.h"
@@ -24,8 +24,8 @@ constexpr int kMaxRank = 0x100;          // beyond it the streams of the factors
 constexpr int64_t kMaxCols = int64_t{1} << 31;
 constexpr int64_t kMaxRows = int64_t{1} << 32;  // a row is one counter word
 
-constexpr int64_t sign_word_count(int64_t n) { return (n + 127) / 128 * 4; }
-constexpr int64_t half_word_count(int64_t n) { return (n + 7) / 8 * 4; }
+EDGEES_HD constexpr int64_t sign_word_count(int64_t n) { return (n + 127) / 128 * 4; }
+EDGEES_HD constexpr int64_t half_word_count(int64_t n) { return (n + 7) / 8 * 4; }
 
 // True where element j is -1.
 EDGEES_HD inline bool sign_bit(const uint32_t* words, int64_t j) {
@@ -45,6 +45,7 @@ EDGEES_HD inline float dither_value(uint32_t h) {
   return static_cast<float>(static_cast<int32_t>(2 * h + 1)) * (1.0f / 131072.0f);
 }
 
+#if !defined(__CUDACC_RTC__)  // the rest is for the host
 // Whether kind, rank and shape make sense; a vector is row 0 alone.
 bool noise_arguments(int kind, int rank, bool vector, int64_t row0, int64_t rows, int64_t cols);
 
@@ -71,5 +72,6 @@ void add_eps_row(int kind, int rank, bool vector, uint64_t key, uint32_t tensor,
 
 // Dither of one canonical row: out[cols] in (0, 1).
 void dither_row(uint64_t key, uint32_t tensor, uint32_t row, int64_t cols, float* out);
+#endif
 
 }  // namespace edgees

@@ -290,6 +290,26 @@ def doctor(as_json: bool) -> None:
 
 @cli.command(from_config=True)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--card", default="", metavar="NAME", help="Engine torch: a card of the table (rtx4090, ...) to compute on."
+)
+@click.option("--budget", default="", metavar="SIZE", help="Memory to fit into instead of what is free, e.g. 8G.")
+@json_option
+def estimate(config: Path | None, card: str, budget: str, as_json: bool, **flags: Any) -> None:
+    """Memory, disk and time of a run with these settings, nothing loaded. Exit code 3: it will not fit."""
+    from edgees import config as settings
+    from edgees import estimate as estimating
+
+    with one_document(as_json) as document:
+        found = estimating.estimate(settings.load(config, given(flags)), card=card, budget=budget)
+        document |= found
+        for line in [] if as_json else estimating.lines(found):
+            click.echo(line)
+    estimating.require_fit(found)
+
+
+@cli.command(from_config=True)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Check everything, estimate the time, write nothing.")
 @json_option
 def tune(config: Path | None, dry_run: bool, as_json: bool, **flags: Any) -> None:

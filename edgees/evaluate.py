@@ -4,7 +4,8 @@ Base and tuned model are written as temporary F16 GGUFs and answer in llama.cpp 
 base's own 4-bit file would run with activations rounded to 8 bits, and the difference would not be tuning's alone; how
 likely it finds the answers is told beside.) Then our engine scores the same texts, base and base + delta, and both
 must find them equally likely (:data:`TOLERANCE`): otherwise what was tuned is not what was exported. Likelihoods are
-compared because greedy answers may part ways at a rounding error.
+compared because greedy answers may part ways at a rounding error. Where the base is a Hugging Face folder it stands for
+its 4-bit form, which is what was tuned, and its engine is not asked, so that no torch is needed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
 from edgees.delta import Delta
 from edgees.errors import ExportError, UsageError
+from edgees.gguf_file import GgufFile
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
@@ -258,16 +260,20 @@ def evaluate(
             base = answer(engine, chosen, found, scorer, settings)
             base_plain = likelihoods(engine, wanted)
         untuned.unlink()
-        with open_engine(settings, run.base.path, plain=True) as engine:
-            own_file = likelihoods(engine, wanted)
-        some = slice(0, AGREEMENT_ROWS)
-        say(f"{len(chosen[some])} of them in our own engine: base and tuned")
-        with open_engine(settings, run.base.path, plain=False) as engine:
-            engine.attach(zero)  # so that the base, too, is computed by us
-            base_ours = likelihoods(engine, wanted[some])
-            engine.attach(run.delta)
-            tuned_ours = likelihoods(engine, wanted[some])
-            own = answer(engine, chosen[some], found, scorer, settings)
+        some = slice(0, AGREEMENT_ROWS if isinstance(run.base, GgufFile) else 0)
+        own_file = np.full(len(chosen), np.nan)
+        base_ours = tuned_ours = np.empty(0)
+        own: Answers | None = None
+        if isinstance(run.base, GgufFile):
+            with open_engine(settings, run.base.path, plain=True) as engine:
+                own_file = likelihoods(engine, wanted)
+            say(f"{len(chosen[some])} of them in our own engine: base and tuned")
+            with open_engine(settings, run.base.path, plain=False) as engine:
+                engine.attach(zero)  # so that the base, too, is computed by us
+                base_ours = likelihoods(engine, wanted[some])
+                engine.attach(run.delta)
+                tuned_ours = likelihoods(engine, wanted[some])
+                own = answer(engine, chosen[some], found, scorer, settings)
 
         referenced = np.array([row.answer is not None for row in chosen])
         plain = [np.where(referenced, values, np.nan) for values in (base_plain, tuned_plain)]
@@ -283,7 +289,8 @@ def evaluate(
             "chose_best": voted if task is None or task == settings.task else 0,
             "metrics": {name: compare(base.metrics[name], tuned.metrics[name]) for name in base.metrics},
             "loglik": compare(*plain),
-            "own_engine": {
+            "own_engine": own
+            and {
                 "rows": len(own.completions),
                 "tuned": _mean(own.rewards),
                 "same_answers": sum(a == b for a, b in zip(tuned.completions[some], own.completions, strict=True)),
@@ -333,7 +340,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     if result["loglik"]["rows"]:
         out.append(_line("likelihood", result["loglik"]) + "   nats per token of the reference answer")
     own, agreed = result["own_engine"], result["agreement"]
-    if agreed["mean"] is not None:
+    if own and agreed["mean"] is not None:
         out.append(
             f"our engine agrees to {agreed['mean']:.4f} nats per token (allowed: {agreed['tolerance']:g}), and on "
             f"{own['same_answers']} of {own['rows']} answers; its tuned reward: {_number(own['tuned'])}"

@@ -13,14 +13,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgees import blocks, evaluate, hf_layout, merge, moments, noise
+from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf4, noise
 from edgees.backends.base import CENTRE, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.errors import EdgeesError, ExportError, UsageError
@@ -36,13 +36,17 @@ from edgees.gguf_file import (
     write_all,
     write_like,
 )
-from edgees.merge import FLOATS, Effective, Run, pieces, to_float
+from edgees.gguf_from_hf import Twin
+from edgees.hf_files import HfFolder
+from edgees.merge import FLOATS, Effective, Run, SafeTensors, finite, pieces, to_float
 from edgees.report import size
 
 KINDS = ("gguf", "safetensors", "adapter")
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file, as Hugging Face cuts them."""
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+FOUR_BIT = "NF4"
+"""Linears as bitsandbytes keeps them, absmax quantised too; everything else in BF16."""
 
 KL_BOUNDS = {"F32": 1e-3, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 3e-2, "same": 3e-2, "adapter": 3e-2}
 """Nats: mean Kullback-Leibler divergence of the next token's distribution in plain llama.cpp from that of the scored
@@ -67,17 +71,20 @@ Make = Callable[[], np.ndarray]
 def default_type(run: Run, to: str) -> str | None:
     """Type where the user names none. gguf: Q8_0, which holds what was scored at a quarter of F32's size; the base's
     own types where it is a float file, or where its codes were tuned themselves (``--scope lattice``). safetensors:
-    BF16. adapter: none to choose."""
+    BF16. adapter: none to choose. A Hugging Face folder counts as what its engine holds of it, which is 4-bit."""
     if to == "adapter":
         return None
     if to == "safetensors":
         return "BF16"
     if run.delta.spec.view == "lattice":
         return merge.SAME
-    sizes: Counter[str] = Counter()
-    for t in run.base.tensors.values():
-        sizes[t.type_name] += t.nbytes
-    most = sizes.most_common(1)[0][0]
+    if isinstance(run.base, HfFolder):
+        most = _main_type(run.base)
+    else:
+        sizes: Counter[str] = Counter()
+        for t in run.base.tensors.values():
+            sizes[t.type_name] += t.nbytes
+        most = sizes.most_common(1)[0][0]
     return most if most in FLOATS else "Q8_0"
 
 
@@ -89,7 +96,7 @@ def check_request(to: str, type_name: str | None, out: Path) -> str | None:
         raise UsageError(f"--to {to} writes several files: {out} must be a folder", "leave the .gguf away")
     if type_name is None:
         return None
-    known = {"gguf": merge.TYPES, "safetensors": tuple(DTYPES), "adapter": ()}[to]
+    known = {"gguf": merge.TYPES, "safetensors": (*DTYPES, FOUR_BIT), "adapter": ()}[to]
     if not known:
         raise UsageError("an adapter is written as it was tuned: it has no --type to choose", "leave --type out")
     found = {name.lower(): name for name in known}.get(type_name.lower())
@@ -126,13 +133,14 @@ def export(
     with ExitStack() as stack:
         run = stack.enter_context(merge.open_run(run_dir, weights))
         type_name = type_name or default_type(run, to)
+        _require_possible(run, type_name)
         plan = _Export(run, to, type_name, out.name if single else None, say)
         if not force:
             _refuse_existing(folder, plan.names())
         stage = stack.enter_context(_stage(folder))
         plan.write(stage)
         checked = plan.verify(stage) if verify else None
-        rescored = plan.rescore(stage) if to == "gguf" and type_name not in merge.EXACT else None
+        rescored = plan.rescore(stage) if plan.rounds else None
         files = [
             {"path": str(folder / name), "sha256": file_sha256(stage / name).removeprefix("sha256:"),
              "bytes": (stage / name).stat().st_size}
@@ -171,6 +179,18 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"KL {kl['mean']:.2g} nats ({bound})"
         )
     return out
+
+
+def _require_possible(run: Run, type_name: str | None) -> None:
+    """:raises UsageError: a type that the run's kind of base rules out."""
+    folder = isinstance(run.base, HfFolder)
+    if type_name == merge.SAME and folder:
+        raise UsageError("--type same: a Hugging Face folder has no GGUF types of its own", "choose one, such as Q8_0")
+    if type_name == FOUR_BIT and not folder:
+        raise UsageError(
+            f"--type {FOUR_BIT} needs a run on a Hugging Face folder; {run.base.path} is a GGUF file",
+            "choose BF16: bitsandbytes brings it to 4 bits on loading",
+        )
 
 
 # ---- putting files in place
@@ -221,16 +241,23 @@ class _Export:
 
     def __post_init__(self) -> None:
         self.effective = Effective(self.run.base, self.run.delta)
+        self.rounds = self.type_name == FOUR_BIT or (self.to == "gguf" and self.type_name not in merge.EXACT)
+        """Whether this re-rounds what was tuned, so that it is to be scored again."""
         if self.run.delta.generation == 0:
             self.notes.append("nothing was learned in these weights: this is the base")
+
+    @cached_property
+    def form(self) -> GgufFile | Twin:
+        """The base as llama.cpp sees it."""
+        return Twin(self.run.base) if isinstance(self.run.base, HfFolder) else self.run.base
 
     def names(self) -> list[str]:
         """Files that can be foretold."""
         if self.to == "gguf":
             encoding = self.type_name if self.type_name != merge.SAME else _main_type(self.run.base)
-            return [self.file_name or merge.gguf_name(self.run.base, str(encoding))]
+            return [self.file_name or merge.gguf_name(self.form, str(encoding))]
         if self.to == "adapter":
-            return [merge.gguf_name(self.run.base, "F32", "LoRA"), "adapter_config.json", "adapter_model.safetensors"]
+            return [merge.gguf_name(self.form, "F32", "LoRA"), "adapter_config.json", "adapter_model.safetensors"]
         return ["config.json", "model.safetensors", "model.safetensors.index.json"]
 
     def write(self, stage: Path) -> None:
@@ -238,16 +265,32 @@ class _Export:
         self.say(f"writing {run.weights} weights (generation {run.delta.generation}) as {to} {self.type_name or ''}")
         if to == "gguf":
             self.written = self.names()
-            found = None if self.type_name in merge.EXACT else self.moments()
+            found = self.moments(stage) if self.rounds else None
             self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name), found)
         elif to == "safetensors":
             self.written = write_safetensors(self.effective, stage, str(self.type_name))
         else:
-            self.written = write_adapter(self.run, stage, self.names()[0])
+            self.written = write_adapter(self.run, stage, self.names()[0], self.form)
 
-    def moments(self) -> dict[str, np.ndarray] | None:
+    @contextmanager
+    def scored(self, stage: Path) -> Iterator[LlamaCppEngine]:
+        """The model as it was scored: our engine on base and delta. Of a Hugging Face folder, whose engine may not be
+        here, plain llama.cpp on what it multiplied with, in float32."""
+        settings = self.run.settings
+        if isinstance(self.run.base, HfFolder):
+            path = stage / "scored.gguf"
+            if not path.exists():
+                merge.write_gguf(self.effective, path, "F32")
+            with evaluate.open_engine(settings, path, plain=True) as engine:
+                yield engine
+        else:
+            with evaluate.open_engine(settings, self.run.base.path, plain=False) as engine:
+                engine.attach(self.run.delta)
+                yield engine
+
+    def moments(self, stage: Path) -> dict[str, np.ndarray] | None:
         """What the tuned model's matrices are multiplied with on training rows, for careful rounding."""
-        run, settings = self.run, self.run.settings
+        settings = self.run.settings
         try:
             task, scorer = evaluate.open_task(settings)
         except EdgeesError as error:
@@ -255,10 +298,9 @@ class _Export:
             return None
         scorer.close()
         rows = task.train[:CALIBRATION_ROWS]
-        names = [t.name for t in run.base.tensors.values() if len(t.dims) == 2 and t.name.startswith("blk.")]
+        names = [t.name for t in self.form.tensors.values() if len(t.dims) == 2 and t.name.startswith("blk.")]
         self.say(f"reading {len(rows)} training rows, to round with care")
-        with evaluate.open_engine(settings, run.base.path, plain=False) as engine:
-            engine.attach(run.delta)
+        with self.scored(stage) as engine:
             nothing: list[tuple[int, ...]] = [()] * len(rows)
             texts = [[*p, *t] for p, t in evaluate.targets(engine, rows, task, settings, nothing)]
             found = moments.gather(engine, [t for t in texts if len(t) <= engine.context_length], names)
@@ -272,23 +314,17 @@ class _Export:
     def verify(self, stage: Path) -> dict[str, Any]:
         """Compare what lies in ``stage`` with the scored model; "failed" names the checks that did not pass."""
         self.say("verifying in plain llama.cpp")
-        base = self.run.base
         bound = KL_BOUNDS.get(self.type_name or "adapter")
+        lora: Path | None = None
         if self.to == "safetensors":
-            bound = KL_BOUNDS[str(self.type_name)]
-            back = stage / "back.gguf"
-            try:
-                checks = check_safetensors(self.effective, stage, str(self.type_name), self.written)
-                to_gguf(base, stage, back)
-                probe = self.compare(back, None)
-            finally:
-                back.unlink(missing_ok=True)
+            checks = check_safetensors(self.effective, stage, str(self.type_name), self.written)
         elif self.to == "adapter":
-            checks = {"name": merge.follows_convention(self.written[0])}
-            probe = self.compare(base.path, stage / self.written[0])
+            lora = stage / self.written[0]
+            checks = {"name": merge.follows_convention(lora.name)}
         else:
             checks = self.check_gguf(stage / self.written[0])
-            probe = self.compare(stage / self.written[0], None)
+        with self.runnable(stage) as path:
+            probe = self.compare(stage, path, lora)
         checks["tokens"] = probe.pop("tokens")
         if bound is not None:
             checks["kl"] = probe["kl"]["mean"] <= bound
@@ -296,11 +332,34 @@ class _Export:
         failed = [name for name, fine in checks.items() if not fine]
         return {"ok": not failed, "failed": failed, **checks, **probe}
 
+    @contextmanager
+    def runnable(self, stage: Path) -> Iterator[Path]:
+        """A GGUF of what was written, or of what an adapter goes onto."""
+        base, path = self.run.base, stage / "runnable.gguf"
+        if self.to == "gguf":
+            yield stage / self.written[0]
+            return
+        if self.to == "adapter" and isinstance(base, GgufFile):
+            yield base.path
+            return
+        try:
+            if isinstance(base, GgufFile):
+                to_gguf(base, stage, path)
+            elif self.to == "adapter":
+                merge.write_gguf(merge.GgufForm(self.effective.base_rows, Twin(base), {}, {}), path, "F32")
+            else:
+                merge.convert(stage, path, "F32")
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def check_gguf(self, path: Path) -> dict[str, Any]:
-        base = self.run.base
+        base = self.form
         changed = {"general.file_type", "general.quantization_version"}
         with GgufFile(path) as made:
-            keys = all(made.metadata.get(k) == v for k, v in base.metadata.items() if k not in changed)
+            keys = all(
+                k in made.metadata and made.kv_bytes(k) == _key(base, k) for k in base.metadata if k not in changed
+            )
             same = {n: t.dims for n, t in made.tensors.items()} == {n: t.dims for n, t in base.tensors.items()}
             types = all(self.typed(t) for t in made.tensors.values())
             tied = made.tied == base.tied
@@ -312,8 +371,9 @@ class _Export:
 
     def typed(self, made: GgufTensor) -> bool:
         """Whether a written tensor has the type that was asked for, or a reason to have another (cases 9 and 10)."""
-        before = self.run.base.tensors[made.name].type_name
-        untouched = made.type_name == before and (len(made.dims) != 2 or made.name not in self.effective.infos)
+        before = self.form.tensors[made.name].type_name
+        own = isinstance(self.form, GgufFile) and made.name not in self.effective.infos
+        untouched = made.type_name == before and (len(made.dims) != 2 or own)
         if untouched or made.shape[1] % 32:
             return True
         if self.type_name == merge.SAME:
@@ -322,8 +382,8 @@ class _Export:
             return self.type_name in FLOATS or made.type_name not in FLOATS
         return made.type_name == self.type_name
 
-    def compare(self, path: Path, lora: Path | None) -> dict[str, Any]:
-        """Plain llama.cpp on ``path`` against our engine on base and delta: token ids, greedy answers, KL."""
+    def compare(self, stage: Path, path: Path, lora: Path | None) -> dict[str, Any]:
+        """Plain llama.cpp on ``path`` against the scored model: token ids, greedy answers, KL."""
         chats = [[{"role": "user", "content": text}] for text in CHATS] + self.conversations()
         threads = self.run.settings.threads
         with LlamaCppEngine(path, plain=True, threads=threads, lora=lora) as plain:
@@ -334,8 +394,7 @@ class _Export:
             answers = [c.tokens for c in plain.generate(requests)]
             texts = [[*prompts[i], *a] for i, a in zip(usable, answers, strict=True)]
             theirs = [plain.logits(t)[len(prompts[i]) - 1 :] for i, t in zip(usable, texts, strict=True)]
-        with LlamaCppEngine(self.run.base.path, threads=threads, params=self.run.settings.pattern or None) as engine:
-            engine.attach(self.run.delta)
+        with self.scored(stage) as engine:
             same = [tuple(engine.encode_chat(chat)) for chat in chats] == prompts
             greedy = [c.tokens for c in engine.generate(requests)]
             apart = [
@@ -364,6 +423,7 @@ class _Export:
         """What a re-rounded type costs: rewards and likelihoods on held-out rows before and after, paired by row."""
         settings = self.run.settings
         try:
+            _ = self.form  # without which llama.cpp cannot judge
             task, scorer = evaluate.open_task(settings)
         except EdgeesError as error:
             self.notes.append(f"{self.type_name} is re-rounded, and was not scored again: {error.message}")
@@ -371,12 +431,11 @@ class _Export:
         rows, _ = evaluate.choose(task, settings.eval_rows if settings.eval_rows < len(task.heldout) else 0, 0)
         self.say(f"{self.type_name} is re-rounded: scoring {len(rows)} held-out rows before and after")
         with scorer:
-            with evaluate.open_engine(settings, stage / self.written[0], plain=True) as plain:
+            with self.runnable(stage) as path, evaluate.open_engine(settings, path, plain=True) as plain:
                 after = evaluate.answer(plain, rows, task, scorer, settings)
                 wanted = evaluate.targets(plain, rows, task, settings, after.tokens)
                 after_likely = evaluate.likelihoods(plain, wanted)
-            with evaluate.open_engine(settings, self.run.base.path, plain=False) as engine:
-                engine.attach(self.run.delta)
+            with self.scored(stage) as engine:
                 before = evaluate.answer(engine, rows, task, scorer, settings)
                 before_likely = evaluate.likelihoods(engine, wanted)
         reward, likely = evaluate.compare(before.rewards, after.rewards), evaluate.compare(before_likely, after_likely)
@@ -391,12 +450,18 @@ class _Export:
         return {**reward, "loglik": likely}
 
 
-def _main_type(base: GgufFile) -> str:
+def _main_type(base: GgufFile | HfFolder) -> str:
+    """The type of most of the layers' weights."""
     sizes: Counter[str] = Counter()
     for t in base.tensors.values():
-        if not t.name.startswith(("token_embd", "output")):
-            sizes[t.type_name] += t.nbytes
+        if not t.name.startswith(("token_embd", "output", "model.embed", "lm_head")):
+            sizes[t.type_name] += t.shape[0] * t.shape[1]
     return sizes.most_common(1)[0][0]
+
+
+def _key(base: GgufFile | Twin, key: str) -> bytes:
+    """A key of the base as a GGUF file holds it."""
+    return base.kv_bytes(key) if isinstance(base, GgufFile) else gguf_from_hf.pack(key, base.metadata[key])
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -421,7 +486,7 @@ class _Saved:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (4 if self.dtype == "F32" else 2)
+        return math.prod(self.shape) * {"F32": 4, "U8": 1}.get(self.dtype, 2)
 
 
 def _save(path: Path, tensors: Sequence[_Saved], metadata: Mapping[str, str]) -> None:
@@ -467,6 +532,7 @@ def _hf_names(base: GgufFile) -> dict[str, str]:
 def _canonical(effective: Effective, name: str) -> Iterator[np.ndarray]:
     """float32 pieces of a tensor in Hugging Face's row order, norms without llama.cpp's shift."""
     base = effective.base
+    assert isinstance(base, GgufFile)
     t = base.tensors[name]
     heads = hf_layout.rope_permuted(base.arch, name, base.metadata)
     shift = np.float32(hf_layout.norm_shift(base.arch, name))
@@ -492,37 +558,133 @@ def _unpermuted(w: np.ndarray, order: np.ndarray) -> np.ndarray:
     return out
 
 
+@dataclass(frozen=True)
+class _Parameter:
+    """name: Hugging Face's; label: what errors call it; pieces: float32, in its order; packed: held in 4 bits."""
+
+    name: str
+    label: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[np.ndarray]]
+    packed: bool = False
+
+
+def _parameters(effective: Effective) -> list[_Parameter]:
+    """What a Hugging Face folder holds, merged."""
+    base = effective.base
+    if isinstance(base, GgufFile):
+        return [
+            _Parameter(other, name, t.dims if t.vector else t.shape, partial(_canonical, effective, name))
+            for name, other in _hf_names(base).items()
+            for t in (base.tensors[name],)
+        ]
+
+    def whole(name: str) -> Iterator[np.ndarray]:
+        return (effective.rows(name, row0, n) for row0, n in pieces(effective.tensors[name]))
+
+    return [
+        _Parameter(name, name, t.dims, partial(whole, name), t.four_bit or t.quantised)
+        for name, t in base.tensors.items()
+    ]
+
+
+_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4")
+"""What bitsandbytes saves of a weight: packed codes, then their state."""
+_STATE_BYTES = 256
+"""The last of them is JSON of a few lengths; padded with blanks, its size is known before the weights are."""
+
+
+def _saved(p: _Parameter, dtype: str) -> list[_Saved]:
+    """The tensors of a file that hold a parameter in ``dtype``."""
+    if dtype != FOUR_BIT or not p.packed:
+        kind = "BF16" if dtype == FOUR_BIT else dtype
+        return [_Saved(p.name, kind, p.shape, lambda: (to_float(w, kind, p.label) for w in p.pieces()))]
+    made: dict[str, np.ndarray] = {}
+
+    def part(tail: str) -> Iterator[np.ndarray]:
+        if not made:  # all at once for the first; gone after the last
+            x = finite(np.concatenate(list(p.pieces())), p.label)
+            made.update(nf4.to_state(nf4.quantise(x, dtype="bfloat16", name=p.label), p.name))
+            state = p.name + _PARTS[-1]
+            made[state] = np.frombuffer(made[state].tobytes().ljust(_STATE_BYTES), np.uint8)
+        yield made[p.name + tail]
+        if tail == _PARTS[-1]:
+            made.clear()
+
+    count = math.prod(p.shape)
+    groups = -(-count // nf4.BLOCK)
+    shapes = ((-(-count // 2), 1), (groups,), (16,), (-(-groups // nf4.NESTED_BLOCK),), (256,), (_STATE_BYTES,))
+    kinds = ("U8", "U8", "F32", "F32", "F32", "U8")
+    return [
+        _Saved(p.name + tail, kind, shape, partial(part, tail))
+        for tail, kind, shape in zip(_PARTS, kinds, shapes, strict=True)
+    ]
+
+
+_COPIED = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def _documents(effective: Effective, dtype: str, origin: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files beside the weights: configuration, tokenizer, chat template, stops."""
+    base = effective.base
+    copied: dict[str, bytes] = {}
+    if isinstance(base, GgufFile):
+        documents: dict[str, Any] = {
+            "config.json": {**hf_layout.config(base, DTYPES[dtype]), "edgees": origin},
+            "generation_config.json": hf_layout.generation_config(base),
+            "tokenizer.json": hf_layout.tokenizer(base),
+            "tokenizer_config.json": hf_layout.tokenizer_config(base),
+            "special_tokens_map.json": hf_layout.special_tokens_map(base),
+        }
+    else:
+        documents = {"config.json": _config(base, dtype, origin), "generation_config.json": _generation(base)}
+        copied = {name: (base.path / name).read_bytes() for name in _COPIED if (base.path / name).is_file()}
+    made = {name: json.dumps(data, ensure_ascii=False, indent=2).encode() + b"\n" for name, data in documents.items()}
+    return made | copied
+
+
+def _config(base: HfFolder, dtype: str, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's config.json with what has changed: dtype, quantisation; whether the head is tied is always said."""
+    out = {key: value for key, value in base.config.items() if key not in ("quantization_config", "dtype")}
+    out |= {"torch_dtype": DTYPES.get(dtype, "bfloat16"), "tie_word_embeddings": base.tied, "edgees": dict(origin)}
+    if dtype == FOUR_BIT:
+        linears = (t for t in base.tensors.values() if t.name.startswith("model.layers.") and not t.vector)
+        wide = [t.name.removesuffix(".weight") for t in linears if not (t.four_bit or t.quantised)]
+        out["quantization_config"] = {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head", *wide],
+        }  # fmt: skip
+    return out
+
+
+def _generation(base: HfFolder) -> dict[str, Any]:
+    """The base's generation_config.json, with every token that ended an answer in tuning (case 13)."""
+    path = base.path / "generation_config.json"
+    out: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
+    if stops := base.stop_ids:
+        out["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+    return out
+
+
 def write_safetensors(effective: Effective, folder: Path, dtype: str, shard: int = SHARD_BYTES) -> list[str]:
     """Merged weights in Hugging Face layout with configuration, tokenizer and chat template; returns the file names.
 
-    dtype: BF16, F16 or F32. shard: bytes of the largest weights file. ``config.json`` and the weights' metadata name
-    the base by its hash (case 5). A tied head is not written, and ``tie_word_embeddings`` says so (case 6).
+    dtype: BF16, F16, F32, or NF4. shard: bytes of the largest weights file. ``config.json`` and the weights' metadata
+    name the base by its hash (case 5). A tied head is not written, and ``tie_word_embeddings`` says so (case 6).
     """
-    base = effective.base
-    origin = {"base": base.sha256(), "generation": int(effective.delta.generation)}
-    documents = {
-        "config.json": {**hf_layout.config(base, DTYPES[dtype]), "edgees": origin},
-        "generation_config.json": hf_layout.generation_config(base),
-        "tokenizer.json": hf_layout.tokenizer(base),
-        "tokenizer_config.json": hf_layout.tokenizer_config(base),
-        "special_tokens_map.json": hf_layout.special_tokens_map(base),
-    }
-
-    def saved(name: str, other: str) -> _Saved:
-        t = base.tensors[name]
-
-        def produce() -> Iterator[np.ndarray]:
-            return (to_float(w, dtype, name) for w in _canonical(effective, name))
-
-        return _Saved(other, dtype, (t.shape[1],) if t.vector else t.shape, produce)
-
-    tensors = [saved(name, other) for name, other in _hf_names(base).items()]
+    origin = {"base": effective.base.sha256(), "generation": int(effective.delta.generation)}
+    documents = _documents(effective, dtype, origin)
     shards: list[list[_Saved]] = [[]]
-    for t in tensors:
-        if shards[-1] and sum(s.nbytes for s in shards[-1]) + t.nbytes > shard:
+    for parameter in _parameters(effective):
+        parts = _saved(parameter, dtype)
+        if shards[-1] and sum(s.nbytes for s in (*shards[-1], *parts)) > shard:
             shards.append([])
-        shards[-1].append(t)
-    total = sum(t.nbytes for t in tensors)
+        shards[-1] += parts
+    total = sum(t.nbytes for part in shards for t in part)
     require_space(folder / "model.safetensors", total)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
@@ -531,61 +693,40 @@ def write_safetensors(effective: Effective, folder: Path, dtype: str, shard: int
         _save(folder / file_name, part, {"edgees": json.dumps(origin)})
     if len(shards) > 1:
         where = {t.name: file_name for file_name, part in zip(names, shards, strict=True) for t in part}
-        documents["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": where}
-    for file_name, document in documents.items():
-        data = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        documents["model.safetensors.index.json"] = json.dumps(index, indent=2).encode() + b"\n"
+    for file_name, data in documents.items():
         with atomic_file(folder / file_name, len(data)) as file:
             file.write(data)
     return [*names, *documents]
 
 
-class _Loaded:
-    """Tensors of the safetensors files in a folder, mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.entries: dict[str, tuple[Path, str, list[int], int, int]] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            with open(path, "rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    self.entries[name] = (path, entry["dtype"], entry["shape"], 8 + size + begin, end - begin)
-
-    def raw(self, name: str) -> np.ndarray:
-        path, _, _, offset, nbytes = self.entries[name]
-        return np.memmap(path, np.uint8, "r", offset, (nbytes,))
-
-
 def check_safetensors(effective: Effective, folder: Path, dtype: str, names: Sequence[str]) -> dict[str, Any]:
     """Names, shapes, dtype and every byte of the weights against the scored model rounded once."""
-    base, loaded = effective.base, _Loaded(folder)
-    wanted = {other: name for name, other in _hf_names(base).items()}
-    shapes = {
-        other: [base.tensors[name].shape[1]] if base.tensors[name].vector else list(base.tensors[name].shape)
-        for other, name in wanted.items()
-    }
+    loaded = SafeTensors(folder)
+    wanted = [s for p in _parameters(effective) for s in _saved(p, dtype)]
+    there = {name: (entry[1], entry[2]) for name, entry in loaded.entries.items()}
+    shapes = {s.name: list(s.shape) for s in wanted} == {name: shape for name, (_, shape) in there.items()}
     weights = True
-    for other, name in wanted.items() if shapes == {n: e[2] for n, e in loaded.entries.items()} else ():
-        raw, at = loaded.raw(other), 0
-        for w in _canonical(effective, name):
-            piece = to_float(w, dtype, name)
-            weights &= bool(np.array_equal(raw[at : at + piece.size], piece))
-            at += piece.size
+    for s in wanted if shapes else ():
+        raw, at = loaded.raw(s.name), 0
+        for piece in s.produce():
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            weights &= bool(np.array_equal(raw[at : at + data.size], data))
+            at += data.size
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
-        "tensors": shapes == {n: e[2] for n, e in loaded.entries.items()},
-        "types": all(e[1] == dtype for e in loaded.entries.values()),
+        "tensors": shapes,
+        "types": all(there[s.name][0] == s.dtype for s in wanted if s.name in there),
         "weights": weights,
-        "tied_head": config["tie_word_embeddings"] == ("lm_head.weight" not in loaded.entries) == base.tied,
+        "tied_head": config["tie_word_embeddings"] == ("lm_head.weight" not in there) == effective.base.tied,
         "files": all((folder / name).is_file() for name in names),
     }
 
 
 def to_gguf(base: GgufFile, folder: Path, target: Path) -> None:
     """The safetensors in ``folder`` as GGUF again, as llama.cpp's converter would make it (rotary order included)."""
-    loaded = _Loaded(folder)
+    loaded = SafeTensors(folder)
 
     def produce(name: str, other: str) -> Producer:
         def stream() -> Iterator[np.ndarray]:
@@ -621,8 +762,10 @@ def _permuted(w: np.ndarray, heads: int) -> np.ndarray:
 
 
 # ---- adapter
-def write_adapter(run: Run, folder: Path, gguf: str) -> list[str]:
+def write_adapter(run: Run, folder: Path, gguf: str, form: GgufFile | Twin) -> list[str]:
     """The delta of an ``adapter`` run as LoRA: ``gguf`` for llama.cpp, two files for PEFT; exact, in float32.
+
+    form: the base as llama.cpp sees it.
 
     delta = A B^T with B of +-1, and the scale is 1 (alpha = rank).
     :raises UsageError: another view, or a run that tuned what no LoRA holds (norms, an embedding that is the head too).
@@ -635,7 +778,8 @@ def write_adapter(run: Run, folder: Path, gguf: str) -> list[str]:
             f"{run.folder} was tuned with --scope {scope}, whose delta is no low-rank adapter",
             "export --to gguf or safetensors; or tune with --scope adapter",
         )
-    held = [info for info in spec.tensors if _fits_lora(run, info)]
+    infos = spec.tensors if isinstance(form, GgufFile) else _under_gguf_names(form, spec.tensors)
+    held = [info for info in infos if _fits_lora(run, info)]
     if not held:
         raise UsageError(f"{run.folder} tuned no matrix that an adapter could hold")
     rank = spec.factors
@@ -673,9 +817,9 @@ def write_adapter(run: Run, folder: Path, gguf: str) -> list[str]:
                 _Saved(f"{module}.lora_B.weight", "F32", (info.rows, rank), _float32(a)),
             ]
         tensors += [NewTensor(f"{info.source}.lora_{x}", "F32", dims, _float32(make)) for x, dims, make in parts]
-    name = str(base.metadata.get("general.name", base.arch))
+    name = str(form.metadata.get("general.name", form.arch))
     keys: dict[str, Any] = {
-        "general.type": "adapter", "general.architecture": base.arch, "general.name": f"{name} edgees",
+        "general.type": "adapter", "general.architecture": form.arch, "general.name": f"{name} edgees",
         "adapter.type": "lora", "adapter.lora.alpha": float(rank),
         "edgees.base": base.sha256(), "edgees.generation": int(delta.generation),
     }  # fmt: skip
@@ -693,6 +837,12 @@ def write_adapter(run: Run, folder: Path, gguf: str) -> list[str]:
     with atomic_file(folder / "adapter_config.json", len(data)) as file:
         file.write(data)
     return [gguf, "adapter_config.json", "adapter_model.safetensors"]
+
+
+def _under_gguf_names(form: Twin, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+    """Tuned tensors of a Hugging Face folder with the names and row orders that they have in its GGUF form."""
+    places = {part.source: (name, part.heads) for name, part in reversed(form.parts.items())}
+    return [replace(t, source=places[t.name][0], heads=places[t.name][1]) for t in tensors]
 
 
 def _float32(make: Make) -> Producer:
@@ -716,18 +866,20 @@ def _fits_lora(run: Run, info: TensorInfo) -> bool:
     return False
 
 
-def _modules(base: GgufFile, held: Sequence[TensorInfo]) -> list[str]:
+def _modules(base: GgufFile | HfFolder, held: Sequence[TensorInfo]) -> list[str]:
     """PEFT's target_modules: last parts of names where all modules of that name are meant, else full names."""
     names = {info.name.removesuffix(".weight") for info in held}
-    everything = {
-        other.removesuffix(".weight") for name, other in _hf_names(base).items() if not base.tensors[name].vector
-    }
+    known = _hf_names(base) if isinstance(base, GgufFile) else {name: name for name in base.tensors}
+    everything = {other.removesuffix(".weight") for name, other in known.items() if not base.tensors[name].vector}
     short = {name.rsplit(".", 1)[-1] for name in names}
     covered = {name for name in everything if name.rsplit(".", 1)[-1] in short}
     return sorted(short if covered == names else names)
 
 
-def _origin(base: GgufFile) -> str:
+def _origin(base: GgufFile | HfFolder) -> str:
+    """What PEFT is to take for the base: a hub id where one is known, else the folder; of a GGUF its name."""
+    if isinstance(base, HfFolder):
+        return gguf_from_hf.hub_id(base.path) or str(base.path.resolve())
     for key in ("general.repo_url", "general.source.url", "general.base_model.0.repo_url"):
         url = str(base.metadata.get(key, ""))
         if "huggingface.co/" in url:

@@ -146,7 +146,7 @@ _MODEL_TYPES: dict[str, tuple[str, str]] = {
 }
 
 # llama.cpp takes the score scale of the largest Gemma of a family from its layer count.
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def config(base: GgufFile, dtype: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def config(base: GgufFile, dtype: str) -> dict[str, Any]:
         out["hidden_act"] = out["hidden_activation"] = "gelu_pytorch_tanh"
         out["attention_bias"] = False
     if arch in ("gemma2", "gemma3"):
-        largest = layers == _GEMMA_27B_LAYERS[arch]
+        largest = layers == GEMMA_27B_LAYERS[arch]
         out["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
         out["final_logit_softcapping"] = _short(base.get("final_logit_softcapping")) or None
         out["attn_logit_softcapping"] = _short(base.get("attn_logit_softcapping")) or None
@@ -289,27 +289,30 @@ def rope_scaling(base: GgufFile) -> dict[str, Any] | None:
     )
 
 
+def llama3_divisors(theta: float, dims: int, factor: float, low: float, high: float, original: float) -> np.ndarray:
+    """float64 [dims/2]: what Llama 3's scaling divides each rotary frequency by (``_compute_llama3_parameters`` of
+    transformers' modeling_rope_utils.py)."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, dims, 2) / dims)
+    smooth = (original / wavelength - low) / (high - low)
+    middle = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, middle))
+
+
 def _llama3_scaling(base: GgufFile, divisors: np.ndarray) -> dict[str, Any]:
     dims = 2 * len(divisors)
     theta = float(base.get("rope.freq_base", 10000.0))
-    wavelength = 2 * math.pi * theta ** (np.arange(0, dims, 2) / dims)
     factor = float(divisors.max())
+    low, high = 1.0, 4.0
     for original in (8192, 4096, 2048, 16384, 32768):
-        for low, high in ((1.0, 4.0),):
-            smooth = (original / wavelength - low) / (high - low)
-            middle = 1 / ((1 - smooth) / factor + smooth)
-            expected = np.where(
-                wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, middle)
-            )
-            if np.allclose(expected, divisors, rtol=1e-3):
-                return {
-                    "rope_type": "llama3",
-                    "type": "llama3",
-                    "factor": _short(factor),
-                    "low_freq_factor": low,
-                    "high_freq_factor": high,
-                    "original_max_position_embeddings": original,
-                }
+        if np.allclose(llama3_divisors(theta, dims, factor, low, high, original), divisors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "type": "llama3",
+                "factor": _short(factor),
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
     raise ExportError(
         f"{base.path}: rope_freqs.weight (largest divisor {factor:g}) is no Llama 3 scaling of config.json",
         "export --to gguf keeps it",
@@ -319,7 +322,7 @@ def _llama3_scaling(base: GgufFile, divisors: np.ndarray) -> dict[str, Any]:
 # ---- tokenizer
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
@@ -332,17 +335,17 @@ _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}")
 _TEKKEN = _CASED % ("", "", "")
 
 # ``tokenizer.ggml.pre`` -> (kind of split, pattern). ``digits``: single digits, then GPT-2's pattern.
-_PRE: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt", "gigachat", "trillion"), ("gpt2", _GPT2)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), ("digits", _GPT2)),
+PRE: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt", "gigachat", "trillion"), ("gpt2", GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), ("digits", GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), ("split", _LLAMA3)),
     **dict.fromkeys(("smaug-bpe", "dbrx"), ("split", _LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), ("split", _QWEN2)),
     "gpt-4o": ("split", _GPT4O),
     "tekken": ("split", _TEKKEN),
 }
-_IGNORE_MERGES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
-_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+IGNORE_MERGES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
+NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<turn|>")
 
@@ -376,8 +379,7 @@ def adds_bos(base: GgufFile) -> bool:
     if isinstance(key, bool):
         return key
     return (
-        base.metadata.get("tokenizer.ggml.model") == "llama"
-        or base.metadata.get("tokenizer.ggml.pre") in _IGNORE_MERGES
+        base.metadata.get("tokenizer.ggml.model") == "llama" or base.metadata.get("tokenizer.ggml.pre") in IGNORE_MERGES
     )
 
 
@@ -442,7 +444,7 @@ def tokenizer(base: GgufFile) -> dict[str, Any]:
 
 
 def _byte_level(base: GgufFile, pre: str, vocab: dict[str, int]) -> dict[str, Any]:
-    if pre not in _PRE:
+    if pre not in PRE:
         raise ExportError(
             f"{base.path}: pre-tokenizer {pre!r} is not known here, so tokenizer.json cannot be written",
             "take tokenizer.json from the model's own folder, or export --to gguf",
@@ -450,7 +452,7 @@ def _byte_level(base: GgufFile, pre: str, vocab: dict[str, int]) -> dict[str, An
     merges = base.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ExportError(f"{base.path}: key 'tokenizer.ggml.merges' is missing")
-    kind, pattern = _PRE[pre]
+    kind, pattern = PRE[pre]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": kind != "split"}
     before: dict[str, Any] = byte_level
     if kind == "digits":
@@ -465,11 +467,11 @@ def _byte_level(base: GgufFile, pre: str, vocab: dict[str, int]) -> dict[str, An
             raise ExportError(f"{base.path}: merge {rule!r} has a part that is no token")
         pairs.append([left, right])
     return {
-        "normalizer": {"type": "NFC"} if pre in _NFC else None,
+        "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": before,
         "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(vocab, pairs, ignore_merges=pre in _IGNORE_MERGES),
+        "model": _bpe(vocab, pairs, ignore_merges=pre in IGNORE_MERGES),
     }
 
 

@@ -1,14 +1,16 @@
 """The model as it was scored: base and delta of a run put together, and written as GGUF in any type.
 
-``Effective`` gives the weights that the engine multiplied with: the base decoded plus the view of the delta. The
-writers here are shared by export (which names and checks files) and evaluate (which needs a plain copy to judge).
+``Effective`` gives the weights that the engine multiplied with: the base decoded plus the view of the delta. A base is
+a GGUF file, or a Hugging Face folder, which ``GgufForm`` then shows as the GGUF that it would be. The writers here are
+shared by export (which names and checks files) and evaluate (which needs a plain copy to judge).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,19 @@ from edgees.backends.base import TensorInfo
 from edgees.backends.llamacpp import quantize
 from edgees.delta import Delta
 from edgees.errors import ExportError, ModelError, RunError
-from edgees.gguf_file import FILE_TYPES, GgufFile, GgufTensor, Producer, require_space, type_sizes, write_like
+from edgees.gguf_file import (
+    FILE_TYPES,
+    GgufFile,
+    GgufTensor,
+    NewTensor,
+    Producer,
+    require_space,
+    type_sizes,
+    write_all,
+    write_like,
+)
+from edgees.gguf_from_hf import Rows, Twin
+from edgees.hf_files import HfFolder
 from edgees.history import History
 
 FLOATS = ("F32", "F16", "BF16")
@@ -43,7 +57,7 @@ class Run:
     """An opened run folder: its base model and what it has learned."""
 
     folder: Path
-    base: GgufFile
+    base: GgufFile | HfFolder
     delta: Delta
     settings: config.Config
     weights: str
@@ -71,7 +85,7 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     if not resolved.is_file():
         raise RunError(f"{folder} is no run folder: {resolved.name} is missing")
     settings = config.load(resolved)
-    base = GgufFile(model_path.resolve(settings.model))
+    base = open_base(settings)
     try:
         wanted = str(history.header["base"])
         if base.sha256() != wanted:
@@ -88,29 +102,49 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     return Run(folder, base, delta, settings, chosen)
 
 
+def open_base(settings: config.Config) -> GgufFile | HfFolder:
+    """The model of a run: the torch engine's are Hugging Face folders. :raises ModelError: missing or bad."""
+    if settings.engine == "torch":
+        return HfFolder(model_path.resolve_folder(settings.model))
+    return GgufFile(model_path.resolve(settings.model))
+
+
 class Effective:
-    """Weights as they were scored, tensor by tensor, in file order, all float32.
+    """Weights as they were scored, tensor by tensor, all float32, under the base's names and in its order: a GGUF's
+    file order, a Hugging Face folder's canonical one.
 
     refined: decode(base) + step * code; adapter: decode(base) + A B^T; lattice: the moved codes, decoded;
     vectors: base + delta; tensors without a delta: the base. Bit for bit what the engine multiplies with.
+    tensors: the base's; of a folder those as its engine holds them (NF4 linears, whatever the files have).
     """
 
-    def __init__(self, base: GgufFile, delta: Delta) -> None:
+    def __init__(self, base: GgufFile | HfFolder, delta: Delta) -> None:
         self.base, self.delta = base, delta
-        self.infos: dict[str, TensorInfo] = {info.source: info for info in delta.spec.tensors}
-        missing = sorted(set(self.infos) - set(base.tensors))
+        if isinstance(base, GgufFile):
+            self.tensors = base.tensors
+            self.infos: dict[str, TensorInfo] = {info.source: info for info in delta.spec.tensors}
+        else:
+            self.tensors = {
+                name: GgufTensor(name, t.type_name, t.shape, 0, 0, tuple(reversed(t.dims)))
+                for name, t in base.tensors.items()
+            }
+            # by canonical name, so that a history made on a GGUF of the same model fits, too
+            self.infos = {t.name: replace(t, source=t.name, heads=0) for t in delta.spec.tensors}
+        missing = sorted(set(self.infos) - set(self.tensors))
         if missing:
             raise RunError(f"{base.path} has no tensor {missing[0]!r}, which {delta.path} holds a delta for")
-        for info in delta.spec.tensors:
-            if base.tensors[info.source].shape != (info.rows, info.cols):
+        for name, info in self.infos.items():
+            if self.tensors[name].shape != (info.rows, info.cols):
                 raise RunError(f"{delta.path}: {info.name} is {info.rows}x{info.cols}, the base's differs")
         self._spans: dict[str, int] = {}
         self._dither = noise.dither_key(delta.spec.seed)
 
     def base_rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         """float32 [n, cols]: the base alone, file order. ExportError naming a tensor whose type cannot be decoded."""
-        t = self.base.tensors[name]
+        t = self.tensors[name]
         n = t.shape[0] - row0 if n is None else n
+        if isinstance(self.base, HfFolder):
+            return np.asarray(self.base.rows(name, row0, n)).reshape(n, t.shape[1])
         raw = self.base.raw(name, row0, n)
         if t.type_name in blocks.TYPES:
             return blocks.decode(t.type_name, raw, n, t.shape[1])
@@ -136,7 +170,7 @@ class Effective:
 
     def rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
         """float32 [n, cols]: what the engine multiplied with, file order."""
-        t = self.base.tensors[name]
+        t = self.tensors[name]
         n = t.shape[0] - row0 if n is None else n
         info = self.infos.get(name)
         if info is None:
@@ -149,15 +183,29 @@ class Effective:
             return blocks.decode(t.type_name, self.lattice(name, row0, n), n, t.shape[1])
         return self._refined(t, info, row0, n)
 
+    def label(self, name: str) -> str:
+        """What errors call a tensor."""
+        return name
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Keys that name the base by its hash (case 5) and what was learned on it."""
+        return {"edgees.base": self.base.sha256(), "edgees.generation": int(self.delta.generation)}
+
+    def write(self, target: Path, tensors: Mapping[str, tuple[str, Producer]], metadata: Mapping[str, Any]) -> None:
+        """A GGUF like the base (a GGUF), with these tensors and keys."""
+        assert isinstance(self.base, GgufFile)
+        write_like(self.base, target, tensors, metadata=metadata)
+
     def on_lattice(self, name: str) -> bool:
         """Whether a tensor was tuned by moving its codes, so that its bytes in the base's type are what was scored."""
         info = self.infos.get(name)
         moved = info is not None and not info.vector and self.delta.spec.view == "lattice"
-        return moved and not blocks.is_float(self.base.tensors[name].type_name)
+        return moved and not blocks.is_float(self.tensors[name].type_name)
 
     def lattice(self, name: str, row0: int, n: int) -> np.ndarray:
         """uint8: the base's blocks with their codes moved (:meth:`on_lattice` tensors), file order."""
-        t, info = self.base.tensors[name], self.infos[name]
+        t, info = self.tensors[name], self.infos[name]
         order = _order(info, row0, n)
         delta = self.delta_rows(name, row0, n)
         return blocks.lattice_encode(t.type_name, self.base.raw(name, row0, n), delta, order, self._dither, info.id)
@@ -174,6 +222,78 @@ class Effective:
             parts = ((self.base.raw(t.name, row0, n), self.delta_rows(t.name, row0, n)) for row0, n in pieces(t))
             self._spans[t.name] = blocks.plane_span(t.type_name, parts, info.rho)
         return self._spans[t.name]
+
+
+class GgufForm:
+    """A model in Hugging Face's form as the GGUF that it would be: an :class:`Effective` under llama.cpp's names.
+
+    read: rows in Hugging Face's order; twin: the form; infos: tuned tensors by canonical name; origin: further keys.
+    """
+
+    def __init__(self, read: Rows, twin: Twin, infos: Mapping[str, TensorInfo], origin: Mapping[str, Any]) -> None:
+        self.read, self.base, self.origin = read, twin, dict(origin)
+        self.tensors = twin.tensors
+        self.infos = {name: infos[part.source] for name, part in twin.parts.items() if part.source in infos}
+
+    @classmethod
+    def of(cls, effective: Effective) -> GgufForm:
+        """The form of a tuned folder."""
+        assert isinstance(effective.base, HfFolder)
+        return cls(effective.rows, Twin(effective.base), effective.infos, effective.origin)
+
+    def rows(self, name: str, row0: int = 0, n: int | None = None) -> np.ndarray:
+        """float32 [n, cols]: what llama.cpp is to multiply with, file order."""
+        return self.base.rows(self.read, name, row0, n)
+
+    def label(self, name: str) -> str:
+        return self.base.parts[name].source or name
+
+    def on_lattice(self, name: str) -> bool:
+        return False
+
+    def write(self, target: Path, tensors: Mapping[str, tuple[str, Producer]], metadata: Mapping[str, Any]) -> None:
+        made = [NewTensor(name, kind, self.tensors[name].dims, produce) for name, (kind, produce) in tensors.items()]
+        write_all(target, self.base.pairs(metadata), made)
+
+
+def convert(folder: Path, target: Path, type_name: str) -> list[str]:
+    """A Hugging Face folder as it lies there, not brought to 4 bits, as GGUF of ``type_name``; returns notes."""
+    with HfFolder(folder) as opened:
+        stored = SafeTensors(folder)
+
+        def read(name: str, row0: int, n: int) -> np.ndarray:
+            return opened.rows(name, row0, n) if opened.tensors[name].quantised else stored.rows(name, row0, n)
+
+        return write_gguf(GgufForm(read, Twin(opened), {}, {}), target, type_name)
+
+
+class SafeTensors:
+    """Float tensors of the safetensors files in a folder, mapped: as they lie there, not as an engine would hold them.
+
+    entries: name -> (file, dtype, shape, offset, bytes).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.entries: dict[str, tuple[Path, str, list[int], int, int]] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    self.entries[name] = (path, entry["dtype"], entry["shape"], 8 + size + begin, end - begin)
+
+    def raw(self, name: str) -> np.ndarray:
+        """uint8 [bytes]."""
+        path, _, _, offset, nbytes = self.entries[name]
+        return np.memmap(path, np.uint8, "r", offset, (nbytes,))
+
+    def rows(self, name: str, row0: int, n: int) -> np.ndarray:
+        """float32 [n, cols]; a vector is one row."""
+        _, dtype, shape, _, nbytes = self.entries[name]
+        width, cols = (nbytes, shape[0]) if len(shape) == 1 else (nbytes // shape[0], shape[1])
+        return blocks.decode_numpy(dtype, np.asarray(self.raw(name)[row0 * width : (row0 + n) * width]), n, cols)
 
 
 def _order(info: TensorInfo, row0: int, n: int) -> np.ndarray:
@@ -377,7 +497,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan(effective: Effective, type_name: str) -> Plan:
+def plan(effective: Effective | GgufForm, type_name: str) -> Plan:
     """Types for a GGUF in ``type_name`` (one of :data:`TYPES` but the K mixes).
 
     Vectors keep their own type, and so do unmoved F32 matrices (routers and the like). Four- and five-bit types leave
@@ -386,7 +506,7 @@ def plan(effective: Effective, type_name: str) -> Plan:
     """
     out = Plan({})
     wider: dict[str, list[str]] = {}
-    for name, t in effective.base.tensors.items():
+    for name, t in effective.tensors.items():
         moved = name in effective.infos
         out.types[name] = t.type_name
         if len(t.dims) != 2 or (t.type_name == "F32" and not moved) or type_name == SAME:
@@ -419,33 +539,35 @@ def _told(wider: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def producer(effective: Effective, name: str, type_name: str, moments: dict[str, np.ndarray] | None = None) -> Producer:
+def producer(
+    effective: Effective | GgufForm, name: str, type_name: str, moments: dict[str, np.ndarray] | None = None
+) -> Producer:
     """Bytes of one tensor's effective weights in ``type_name``, streamed by rows.
 
     Unmoved tensors that keep their type, and the moved codes of the ``lattice`` view, are copied as they are.
     """
-    base = effective.base
-    t, moved = base.tensors[name], name in effective.infos
-    own = type_name == t.type_name
+    base = effective.base if isinstance(effective.base, GgufFile) else None
+    t, moved, label = effective.tensors[name], name in effective.infos, effective.label(name)
+    own = base is not None and type_name == t.type_name
 
     def stream() -> Iterator[np.ndarray]:
-        if own and not moved:
+        if base and own and not moved:
             _refuse_bad(base, name)
         for row0, n in pieces(t):
-            if own and not moved:
+            if base and own and not moved:
                 yield base.raw(name, row0, n)
-            elif own and effective.on_lattice(name):
+            elif own and isinstance(effective, Effective) and effective.on_lattice(name):
                 yield effective.lattice(name, row0, n)
             elif type_name in FLOATS:
-                yield to_float(effective.rows(name, row0, n), type_name, name)
+                yield to_float(effective.rows(name, row0, n), type_name, label)
             elif type_name == "Q8_0" or type_name in AFFINE:
-                x = finite(effective.rows(name, row0, n), name)
-                start = base.raw(name, row0, n) if own else None
+                x = finite(effective.rows(name, row0, n), label)
+                start = base.raw(name, row0, n) if base and own else None
                 try:
                     moment = (moments or {}).get(name)
                     yield q8_0(x) if type_name == "Q8_0" else round_affine(x, type_name, moment, start)
                 except ExportError as error:
-                    raise ExportError(f"tensor {name!r}: {error.message}", error.hint) from error
+                    raise ExportError(f"tensor {label!r}: {error.message}", error.hint) from error
             else:
                 raise ExportError(
                     f"tensor {name!r} was not tuned on its own {t.type_name} codes and cannot be rounded to them here",
@@ -465,17 +587,19 @@ def _refuse_bad(base: GgufFile, name: str) -> None:
 
 
 def write_gguf(
-    effective: Effective, target: Path, type_name: str, moments: dict[str, np.ndarray] | None = None
+    effective: Effective | GgufForm, target: Path, type_name: str, moments: dict[str, np.ndarray] | None = None
 ) -> list[str]:
     """Write the tuned model as GGUF with the base as template; returns notes for the user.
 
-    Every key, the tokenizer and the chat template are kept; ``edgees.base`` names the base by its hash (case 5). A
-    tied head stays tied. K mixes are made by llama.cpp's quantiser from a temporary F16 file beside the target.
+    Every key, the tokenizer and the chat template are kept (of a Hugging Face folder: put into GGUF's keys);
+    ``edgees.base`` names the base by its hash (case 5). A tied head stays tied. K mixes are made by llama.cpp's
+    quantiser from a temporary F16 file beside the target.
     moments: see :mod:`edgees.moments`; four- and five-bit types are rounded with them, K mixes with their diagonals.
     Errors: ExportError, WillNotFit; the target is then as it was before.
     """
-    base = effective.base
-    metadata: dict[str, Any] = {"edgees.base": base.sha256(), "edgees.generation": int(effective.delta.generation)}
+    if isinstance(effective, Effective) and isinstance(effective.base, HfFolder):
+        effective = GgufForm.of(effective)
+    metadata = effective.origin
     if type_name in K_MIXES:
         return _through_llama(effective, target, type_name, moments)
     if type_name != SAME:
@@ -483,13 +607,13 @@ def write_gguf(
     if type_name not in FLOATS:
         metadata["general.quantization_version"] = int(gguf.GGML_QUANT_VERSION)
     chosen = plan(effective, type_name)
-    replace = {name: (kind, producer(effective, name, kind, moments)) for name, kind in chosen.types.items()}
-    write_like(base, target, replace, metadata=metadata)
-    return chosen.notes
+    tensors = {name: (kind, producer(effective, name, kind, moments)) for name, kind in chosen.types.items()}
+    effective.write(target, tensors, metadata)
+    return [*(effective.base.notes if isinstance(effective, GgufForm) else ()), *chosen.notes]
 
 
 def _through_llama(
-    effective: Effective, target: Path, type_name: str, moments: dict[str, np.ndarray] | None
+    effective: Effective | GgufForm, target: Path, type_name: str, moments: dict[str, np.ndarray] | None
 ) -> list[str]:
     wide = target.with_name(f".{target.name}.f16.part")
     small = target.with_name(f".{target.name}.quantised.part")
@@ -525,7 +649,7 @@ def follows_convention(file_name: str) -> bool:
     return _NAME.match(file_name) is not None
 
 
-def gguf_name(base: GgufFile, encoding: str, kind: str | None = None) -> str:
+def gguf_name(base: GgufFile | Twin, encoding: str, kind: str | None = None) -> str:
     """File name by the GGUF naming convention: base name, size, fine-tune, version, encoding[, ``LoRA``]."""
 
     def clean(text: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from edgees.backends.base import CENTRE
-from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.backends.llamacpp import LlamaCppEngine, install
 
 LARGEST = 8192
 """Columns up to which a full matrix of moments is kept: it takes 4 * columns^2 bytes."""
@@ -63,8 +63,9 @@ class Moments:
 def gather(engine: LlamaCppEngine, texts: Sequence[Sequence[int]], names: Collection[str]) -> dict[str, np.ndarray]:
     """:meth:`Moments.means` of the matrices ``names`` while ``engine`` reads token ids.
 
-    engine: ours, freshly opened and a delta attached; it goes on watching, so close it afterwards.
+    engine: freshly opened, ours with a delta attached, or plain; it goes on watching, so close it afterwards.
     """
+    install()  # has compared our idea of ggml's structures with the library's
     wanted = {name.encode(): name for name in names}
     found = Moments()
 
