@@ -212,7 +212,7 @@ def cells_numpy(name: str, raw: np.ndarray, rows: int, cols: int, rho: float = 0
     if t.parts is None:
         return np.full((rows, -(-cols // t.group)), rho / 4, np.float32)
     cell = np.abs(t.parts(raw.reshape(-1, t.bytes))[0]).reshape(rows, cols // t.group)
-    return cell if t.values is None else cell * TABLE_CELL
+    return np.asarray(cell if t.values is None else cell * TABLE_CELL)
 
 
 def codes(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray:

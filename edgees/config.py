@@ -50,7 +50,12 @@ class Config:
     """All settings of one run; see :func:`describe` for what each means."""
 
     # The journal holds the model's hash, so its name need not stay.
-    model: str = _setting("smollm2-135m", "GGUF file, or smollm2-135m, the embedded model", path=True, free=True)
+    model: str = _setting(
+        "smollm2-135m",
+        "GGUF file, or smollm2-135m, the embedded model; engine torch: Hugging Face folder or id",
+        path=True,
+        free=True,
+    )
     task: str = _setting("home", "home, sums, jsonl:FILE, reasoning_gym:NAME", path=True)
     reward: tuple[str, ...] = _setting(
         (), "FILE.py[:FUNCTION] or a built-in scorer, several allowed; empty: the task's own", path=True
@@ -59,6 +64,9 @@ class Config:
     system: str | None = _setting(None, "system message put before every prompt instead of the task's own")
     run: str = _setting("", "run folder; empty: runs/<task>-<number>", free=True)
     engine: str = _setting("llamacpp", "what runs the model", choices=("llamacpp", "torch", "toy"))
+    device: str = _setting(
+        "", "where the torch engine computes: cuda, cuda:1 or cpu; empty: on a GPU where there is one", free=True
+    )
     threads: int = _setting(0, "CPU threads; 0: all cores. Never changes a result", low=0, high=4096, free=True)
     parallel: int = _setting(0, "sequences computed at once; 0: by need. Never changes a result", low=0, free=True)
     seed: int = _setting(0, "seed of all noise and of the order of rows", low=0, high=2**63 - 1)
@@ -414,6 +422,8 @@ def _checked(config: Config, source: str) -> Config:
             raise UsageError(
                 f"{source}: amplitudes = {item!r} is not PATTERN=FACTOR", "e.g. --amplitudes 'self_attn=2'"
             )
+    if config.scope == "lattice" and config.engine == "torch":
+        raise UsageError(f"{source}: scope = 'lattice' is of GGUF files alone", "use scope full or adapter")
     if config.scope == "adapter":
         if config.noise != "lowrank":
             raise UsageError(

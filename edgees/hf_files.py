@@ -22,7 +22,7 @@ import numpy as np
 
 from edgees import nf4
 from edgees.errors import ModelError
-from edgees.hf_layout import _END_OF_TURN as END_OF_TURN
+from edgees.hf_layout import END_OF_TURN
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -203,7 +203,7 @@ class HfFolder:
         self._sha256: str | None = None
         self.notes: list[str] = []
         try:
-            self.config = self._document(CONFIG)
+            self.config = self.document(CONFIG)
             self.arch = self._check_config()
             self._stored = self._open_weights()
             self.tensors = self._parameters()
@@ -212,7 +212,7 @@ class HfFolder:
             raise
 
     # ---- files
-    def _inside(self, name: str, named_in: str) -> Path:
+    def inside(self, name: str, named_in: str) -> Path:
         """The file ``name`` of the folder, wherever a link takes it, if that is still the model's own place.
 
         A snapshot in Hugging Face's cache links to ``../../blobs``: links may lead anywhere in that repository.
@@ -230,11 +230,11 @@ class HfFolder:
             )
         return found
 
-    def _document(self, name: str, needed: bool = True) -> dict[str, Any]:
+    def document(self, name: str, needed: bool = True) -> dict[str, Any]:
         """A JSON object of the folder; {} where a file that is not needed is missing."""
         path = self.path / name
         try:
-            text = self._inside(name, str(self.path)).read_text(encoding="utf-8-sig")
+            text = self.inside(name, str(self.path)).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             if not needed:
                 return {}
@@ -251,7 +251,7 @@ class HfFolder:
 
     def _check_config(self) -> str:
         config, where = self.config, self.path / CONFIG
-        tokenizer = self._document("tokenizer_config.json", needed=False)
+        tokenizer = self.document("tokenizer_config.json", needed=False)
         for document, name in ((config, CONFIG), (tokenizer, "tokenizer_config.json")):
             if document.get("auto_map"):
                 raise ModelError(
@@ -296,12 +296,12 @@ class HfFolder:
                 f"{self.path} has neither {SINGLE} nor {INDEX}" + (f" (there is {others[0]})" if others else ""),
                 "give a whole Hugging Face model folder",
             )
-        where = self._document(INDEX).get("weight_map")
+        where = self.document(INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()) or not where:
             raise ModelError(f"{index}: weight_map is no object of file names")
         names = sorted(set(where.values()))
         for name in names:
-            self._inside(name, str(index))
+            self.inside(name, str(index))
             if not name.endswith(".safetensors"):
                 raise ModelError(f"{index}: {name!r} is no safetensors file", "use a safetensors version of the model")
         if SINGLE not in names and (self.path / SINGLE).is_file():
@@ -321,7 +321,7 @@ class HfFolder:
         return found
 
     def _map(self, name: str) -> dict[str, _Stored]:
-        path = self._inside(name, str(self.path / INDEX))
+        path = self.inside(name, str(self.path / INDEX))
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -581,12 +581,12 @@ class HfFolder:
     def template(self) -> str | None:
         """The chat template's source: ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json."""
         try:
-            return self._inside("chat_template.jinja", str(self.path)).read_text(encoding="utf-8")
+            return self.inside("chat_template.jinja", str(self.path)).read_text(encoding="utf-8")
         except FileNotFoundError:
             pass
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"cannot read {self.path / 'chat_template.jinja'}: {error}") from error
-        found = self._document("tokenizer_config.json", needed=False).get("chat_template")
+        found = self.document("tokenizer_config.json", needed=False).get("chat_template")
         if isinstance(found, list):
             named = (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default")
             found = next(named, None)
@@ -597,7 +597,7 @@ class HfFolder:
     @property
     def special_ids(self) -> dict[str, int]:
         """Token ids by role: bos, eos (the first of several), padding, of those that the files name."""
-        documents = (self._document("generation_config.json", needed=False), self.config)
+        documents = (self.document("generation_config.json", needed=False), self.config)
         found: dict[str, int] = {}
         for role, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
             for ids in (self._ids(document.get(key)) for document in documents):
@@ -608,11 +608,11 @@ class HfFolder:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer: every eos of the two configurations, and end-of-turn tokens of the template."""
-        generation = self._document("generation_config.json", needed=False)
+        generation = self.document("generation_config.json", needed=False)
         out = [*self._ids(generation.get("eos_token_id"))]
         out += self._ids(self.config.get("eos_token_id"))
         template = self.template or ""
-        added = self._document("tokenizer.json", needed=False).get("added_tokens")
+        added = self.document("tokenizer.json", needed=False).get("added_tokens")
         for token in added if isinstance(added, list) else []:
             if isinstance(token, dict) and token.get("content") in END_OF_TURN and token["content"] in template:
                 out += self._ids(token.get("id"))

@@ -347,7 +347,7 @@ PRE: dict[str, tuple[str, str]] = {
 IGNORE_MERGES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
 NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<turn|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<turn|>")
 
 
 def special_ids(base: GgufFile) -> dict[str, int]:
@@ -369,7 +369,7 @@ def stop_ids(base: GgufFile) -> list[int]:
     out = [ids[role] for role in ("eos", "eot", "eom") if role in ids]
     template = str(base.metadata.get("tokenizer.chat_template", ""))
     tokens = base.metadata.get("tokenizer.ggml.tokens", [])
-    out += [tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens]
+    out += [tokens.index(token) for token in END_OF_TURN if token in template and token in tokens]
     return list(dict.fromkeys(out))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from edgees.blocks import FP4, NF4
 from edgees.errors import ModelError, UsageError
 
 BLOCK = 64
@@ -27,17 +28,6 @@ BYTES = 36
 """Of an interleaved block: its absmax as float32, then the 32 bytes of its codes."""
 DTYPES = ("float32", "bfloat16", "float16")
 
-NF4 = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
-"""float32 [16]: quantiles of a normal distribution (QLoRA, arXiv 2305.14314)."""
-FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
-"""float32 [16]: sign, two bits of exponent, one of mantissa."""
 TABLES = {"nf4": NF4, "fp4": FP4}
 
 _CHUNK = 1 << 17  # weights at a time: what is made on the way stays in the cache

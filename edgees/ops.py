@@ -49,7 +49,8 @@ SCHEMAS = {
 [n] -> float32 [n, cols]; ``vectors_perturbed``: base [cols] -> float32 [M, cols]. ``es_update_`` is
 :func:`edgees_delta_apply <native>` on ``delta`` float32 [n, cols], canonical rows from ``row0``: coefs float32 [P]."""
 
-_LIBRARY = torch.library.Library("edgees", "DEF")
+_torch: Any = torch  # parts of it have no types
+_LIBRARY = _torch.library.Library("edgees", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from edgees import __version__, config, gguf_file, model_path, native, report, rewards, rollout
+from edgees import __version__, config, merge, model_path, native, report, rewards, rollout
 from edgees.backends.base import CENTRE, Engine, Member
 from edgees.checkpoint import (
     RunFolder,
@@ -312,15 +312,20 @@ def open_engine(config: Config) -> Engine:
             model_path.resolve(config.model), context=config.context, parallel=config.parallel,
             threads=config.threads, params=config.pattern or None,
         )  # fmt: skip
-    raise UsageError("the torch engine is not there yet", "use --engine llamacpp")
+    from edgees.backends.torch_nf4 import TorchEngine
+
+    return TorchEngine(
+        model_path.resolve_folder(config.model), context=config.context, parallel=config.parallel,
+        threads=config.threads, params=config.pattern or None, device=config.device,
+    )  # fmt: skip
 
 
 def base_hash(config: Config) -> str:
     """``sha256:...`` of the base that a configuration names, without loading it into an engine."""
     if config.engine == "toy":
         return open_engine(config).base_hash
-    with gguf_file.GgufFile(model_path.resolve(config.model)) as file:
-        return file.sha256()
+    with merge.open_base(config) as base:
+        return base.sha256()
 
 
 def spec_of(config: Config, engine: Engine) -> DeltaSpec:

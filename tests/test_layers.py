@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS: list[list[str]] = [
     ["__init__", "backends/__init__", "errors"],
     ["children", "config", "cuda", "model_path", "native"],
-    ["blocks", "gguf_file", "hf_layout", "nf4", "noise", "template"],
+    ["blocks", "gguf_file", "hf_layout", "noise", "template"],
+    ["nf4"],
     ["backends/base", "hf_files"],
-    ["backends/streams", "delta", "ops"],
+    ["backends/streams", "delta", "gguf_from_hf", "ops"],
     ["backends/llamacpp", "backends/torch_nf4", "backends/toy"],
     ["population", "tasks"],
     ["rollout"],

@@ -523,4 +523,3 @@ class StreamEngine:
         raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
         u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         return np.asarray(-np.log(-np.log(u)), np.float32)
-

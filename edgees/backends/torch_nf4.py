@@ -284,7 +284,7 @@ class _Streams:
         for stream, start in zip(streams, starts, strict=True):
             self.held[stream] = start + width
         first, step = self.logits.data_ptr(), self.logits.stride(0) * 4
-        return np.arange(self.logits.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first)
+        return np.asarray(np.arange(self.logits.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
 
     def _masks(self, places: Any, width: int) -> Any:
         """What is added to scores, [B, 1, heads/kv heads * T, L]; by kind of layer where the model has several."""
@@ -414,8 +414,7 @@ class TorchEngine(StreamEngine):
         """Bring a tensor to the device and measure its RMS."""
         torch = self.torch
         tensor = self.folder.tensors[name]
-        vector = len(tensor.shape) == 1
-        rows, cols = (1, tensor.shape[0]) if vector else tensor.shape
+        vector, (rows, cols) = tensor.vector, tensor.shape
         absmax = None
         if tensor.type_name in ("NF4", "FP4"):
             stored = self.folder.quantised(name)
@@ -434,6 +433,7 @@ class TorchEngine(StreamEngine):
             self._frozen.append((name, "all its weights are zero" if wanted else "not chosen by --params"))
         info = TensorInfo(name, name, rows, cols, vector, rho)
         self._weights[name] = _Weight(info, tensor.type_name, base, absmax, rho if wanted else 0.0)
+        self.folder.release()
         return info
 
     def _to(self, array: np.ndarray) -> Any:
@@ -442,7 +442,7 @@ class TorchEngine(StreamEngine):
         if not flat.flags.writeable:  # torch takes only what it might write to
             memory = (ctypes.c_ubyte * flat.nbytes).from_address(flat.ctypes.data)
             self._kept.append(flat)
-            flat = np.frombuffer(memory, flat.dtype)
+            flat = np.frombuffer(memoryview(memory), flat.dtype)
         return self.torch.from_numpy(flat.reshape(-1)).to(self.device)
 
     def _build(self) -> None:
@@ -624,10 +624,10 @@ class TorchEngine(StreamEngine):
         """float32 [rows, cols]: the weights that the centre is scored with (base and what was learned)."""
         w = self._weights[name]
         t = w.info
-        raw = self._raw_rows(w)(0, t.rows) if not t.vector else None
         if t.vector:
             base = w.base.float().cpu().numpy()[None, :]
             return np.asarray(base if w.delta is None else base + w.delta.cpu().numpy()[None, :])
+        raw = self._raw_rows(w)(0, t.rows)
         if w.plane is not None:
             plane = w.plane.cpu().numpy()
             return blocks.effective(w.type_name, raw, t.rows, t.cols, plane, w.bits, w.span, t.rho)
