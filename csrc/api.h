@@ -104,9 +104,15 @@ struct edgees_noise_kind {
 int edgees_product(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
                    const struct edgees_member* members, const int32_t* member, int64_t n,
                    const float* const* x, float* const* y);
-// The same for matrices: column c is the row x + c * x_stride.
+// The same for matrices: column c is the row x + c * x_stride; members in arrays of their own.
+struct edgees_members {
+  int64_t count;
+  const uint64_t* keys;
+  const float* amplitudes;
+  const uint32_t* slots;  // or null
+};
 int edgees_product_rows(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
-                        const struct edgees_member* members, const int32_t* member, int64_t n,
+                        const struct edgees_members* members, const int32_t* owner, int64_t n,
                         const float* x, int64_t x_stride, float* y, int64_t y_stride);
 // All threads run n steps of the arm's multiply-adds on registers; how many numbers were
 // multiplied.
@@ -116,7 +122,7 @@ int edgees_row(const struct edgees_tensor* t, const struct edgees_noise_kind* no
                const struct edgees_member* member, int64_t row, float* out);
 // The same for n rows of mixed members: out[n][cols].
 int edgees_rows(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,
-                const struct edgees_member* members, const int32_t* member, int64_t n,
+                const struct edgees_members* members, const int32_t* owner, int64_t n,
                 const int64_t* rows, float* out);
 // The member's vector: base + delta + noise, [cols] (norm weights, biases).
 int edgees_vector(const struct edgees_tensor* t, const struct edgees_noise_kind* noise,

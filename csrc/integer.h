@@ -38,6 +38,28 @@ struct Rows {
   int64_t plane_stride;
   // How far ahead lies what is read next, to be prefetched; 0: nothing does.
   int64_t next_base, next_plane;
+  // Tables alone: absmax of every 64 weights, apart from the codes in base. Null: blocks.
+  const float* absmax = nullptr;
+  int64_t absmax_stride = 0;
+};
+
+// A row of a type with a table: codes and absmax of block i, wherever they lie.
+struct TableRow {
+  const uint8_t *codes, *absmax;
+  int64_t step, absmax_step;
+  EDGEES_METHOD TableRow(const Rows& from, int64_t row)
+      : codes(from.base + row * from.base_stride + (from.absmax ? 0 : 4)),
+        absmax(from.absmax
+                   ? reinterpret_cast<const uint8_t*>(from.absmax + row * from.absmax_stride)
+                   : codes - 4),
+        step(from.absmax ? 32 : static_cast<int64_t>(sizeof(Table4))),
+        absmax_step(from.absmax ? 4 : step) {}
+  EDGEES_METHOD float d(int64_t i) const {
+    float f;
+    memcpy(&f, absmax + i * absmax_step, 4);
+    return f;
+  }
+  EDGEES_METHOD const uint8_t* qs(int64_t i) const { return codes + i * step; }
 };
 
 // Rows of weights as integers: w = scale * q (+ offset), scale[g * stride + row] for group g.

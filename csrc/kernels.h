@@ -92,6 +92,10 @@ struct Kernels {
   // exact, and the same numbers: y[row] += rows times one column as `quantize` leaves it.
   void (*column)(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                  const float* sum, float* y);
+  // exact. `codes` and `column` at once, for whole rows of a type with a table and no plane. False:
+  // this arm does the two.
+  bool (*table_column)(const Rows& from, int rows, int64_t n, const int16_t* x, const float* scale,
+                       float* y);
 
   // exact. Rounded to nearest even.
   void (*to_half)(const float* x, int64_t n, uint16_t* y);
@@ -108,11 +112,11 @@ struct Kernels {
 };
 
 // An arm's table, from functions of these names in its own namespace.
-#define EDGEES_KERNELS(name)                                                           \
-  {name,   L,          philox,       add_signs, add_normals, sign_dot,        decode,  \
-   cells,  add_plane,  tile,         order,     quantize,    interleave,      codes,   \
-   signs,  sign_table, sign_columns, panel,     peak,        add_panel_signs, unpanel, \
-   column, to_half,    rms_norm,     swiglu,    attend,      decay_add}
+#define EDGEES_KERNELS(name)                                                                       \
+  {name,         L,      philox, add_signs,       add_normals, sign_dot, decode,       cells,      \
+   add_plane,    tile,   order,  quantize,        interleave,  codes,    signs,        sign_table, \
+   sign_columns, panel,  peak,   add_panel_signs, unpanel,     column,   table_column, to_half,    \
+   rms_norm,     swiglu, attend, decay_add}
 
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__) || defined(_M_X64)

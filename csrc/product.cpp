@@ -440,11 +440,16 @@ class Product {
       const int64_t some = std::min<int64_t>(at_once, n - first);
       if (few_) {
         for (int64_t c = 0; c < n_; ++c) std::fill_n(b.at[c] + first, some, 0.0f);
+        if (n_ == 1 && is_table(t_.type) && !t_.bits &&
+            kernels().table_column(piece_of(row + first, 0, t_.cols, at_once),
+                                   static_cast<int>(some), t_.cols, in_.q_.data(),
+                                   in_.scale_.data(), b.at[0] + first)) {
+          continue;
+        }
       }
       for (int64_t k = 0; k < t_.cols; k += step) {
         const int64_t width = std::min(step, t_.cols - k), g = k / kGroup;
-        kernels().codes(piece_of(row + first, some, k, width, at_once), static_cast<int>(some),
-                        width, w);
+        kernels().codes(piece_of(row + first, k, width, at_once), static_cast<int>(some), width, w);
         if (few_) {
           for (int64_t c = 0; c < n_; ++c) {
             kernels().column(w, static_cast<int>(some), width, &in_.q_[c * t_.cols + k],
@@ -490,27 +495,23 @@ class Product {
 
   // Weights k..k+width-1 of the rows from `row` on; the next piece, or the next rows' first, is
   // wanted soon after, and pieces are too short for the hardware to see where they go.
-  Rows piece_of(int64_t row, int64_t some, int64_t k, int64_t width, int64_t at_once) const {
-    const int64_t base = row_bytes(t_.type, width), plane = plane_bytes(t_.bits, width);
-    const int64_t bases = t_.row_stride, planes = plane_bytes(t_.bits, t_.cols);
-    const int64_t base_before = k ? row_bytes(t_.type, k) : 0;
-    const int64_t plane_before = plane_bytes(t_.bits, k);
+  Rows piece_of(int64_t row, int64_t k, int64_t width, int64_t at_once) const {
+    const bool apart = t_.absmax != nullptr;
+    const auto bytes = [&](int64_t n) { return !n ? 0 : apart ? n / 2 : row_bytes(t_.type, n); };
+    const int64_t base = bytes(width), plane = plane_bytes(t_.bits, width);
+    const int64_t bases = apart ? bytes(t_.cols) : t_.row_stride;
+    const int64_t planes = plane_bytes(t_.bits, t_.cols);
+    const int64_t base_before = bytes(k), plane_before = plane_bytes(t_.bits, k);
+    const int64_t absmax = t_.cols / Table4::weights;
     Rows rows{
         t_.type, static_cast<const uint8_t*>(t_.base) + row * bases + base_before, bases,  t_.bits,
         t_.span, t_.plane ? t_.plane + row * planes + plane_before : nullptr,      planes, base,
-        plane};
-    if (t_.absmax) {
-      uint8_t* blocks = room(buffers.blocks, some * base);
-      for (int64_t r = 0; r < some; ++r) to_blocks(t_, row + r, k, width, blocks + r * base);
-      rows.base = blocks;
-      rows.base_stride = base;
-    }
+        plane,   apart ? t_.absmax + row * absmax + k / Table4::weights : nullptr, absmax};
     if (k + width == t_.cols) {
       const bool more = row + at_once < t_.rows;
       rows.next_base = more ? at_once * bases - base_before : 0;
       rows.next_plane = more ? at_once * planes - plane_before : 0;
     }
-    if (t_.absmax) rows.next_base = 0;
     return rows;
   }
 
@@ -647,6 +648,19 @@ int product(const edgees_tensor& t, const edgees_noise_kind& noise, const edgees
   return Product(t, noise, columns, y).run(members, owner);
 }
 
+namespace {
+
+// The members of a call one by one. EDGEES_E_COLUMNS: a column belongs to none of them.
+int members_of(const edgees_members& m, const int32_t* owner, int64_t n,
+               std::vector<edgees_member>& table) {
+  for (int64_t i = 0; i < n; ++i)
+    if (owner[i] < 0 || owner[i] >= m.count) return EDGEES_E_COLUMNS;
+  for (int64_t i = 0; i < m.count; ++i)
+    table.push_back({m.keys[i], m.amplitudes[i], m.slots ? m.slots[i] : 0});
+  return 0;
+}
+
+}  // namespace
 }  // namespace edgees
 
 using namespace edgees;
@@ -663,16 +677,18 @@ int edgees_product(const edgees_tensor* t, const edgees_noise_kind* noise,
 }
 
 int edgees_product_rows(const edgees_tensor* t, const edgees_noise_kind* noise,
-                        const edgees_member* members, const int32_t* member, int64_t n,
+                        const edgees_members* members, const int32_t* owner, int64_t n,
                         const float* x, int64_t x_stride, float* y, int64_t y_stride) {
   if (!t || n < 0) return EDGEES_E_ARGUMENT;
+  std::vector<edgees_member> table;
+  if (const int code = members_of(*members, owner, n, table)) return code;
   std::vector<const float*> from(static_cast<size_t>(n));
   std::vector<float*> to(static_cast<size_t>(n));
   for (int64_t c = 0; c < n; ++c) {
     from[static_cast<size_t>(c)] = x + c * x_stride;
     to[static_cast<size_t>(c)] = y + c * y_stride;
   }
-  return edgees_product(t, noise, members, member, n, from.data(), to.data());
+  return edgees_product(t, noise, table.data(), owner, n, from.data(), to.data());
 }
 
 int64_t edgees_peak(int64_t n) {
@@ -719,14 +735,15 @@ int edgees_row(const edgees_tensor* t, const edgees_noise_kind* noise, const edg
 }
 
 int edgees_rows(const edgees_tensor* t, const edgees_noise_kind* noise,
-                const edgees_member* members, const int32_t* member, int64_t n, const int64_t* rows,
+                const edgees_members* members, const int32_t* owner, int64_t n, const int64_t* rows,
                 float* out) {
   if (!t || n < 0) return EDGEES_E_ARGUMENT;
+  std::vector<edgees_member> table;
+  if (const int code = members_of(*members, owner, n, table)) return code;
   std::atomic<int> fault{0};
   each_row(n, t->cols, [&](int64_t i) {
-    const int code = member[i] < 0
-                         ? EDGEES_E_COLUMNS
-                         : edgees_row(t, noise, members + member[i], rows[i], out + i * t->cols);
+    const int code =
+        edgees_row(t, noise, &table[static_cast<size_t>(owner[i])], rows[i], out + i * t->cols);
     if (code) fault = code;
   });
   return fault;

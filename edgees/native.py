@@ -19,6 +19,8 @@ REASONS = {
     -4: "a product had columns that belong to no member",
 }
 
+NO_MEMBER = -4
+
 _i32, _i64, _u32, _u64, _f32 = ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
 _ptr = ctypes.c_void_p
 
@@ -37,6 +39,12 @@ class Member(ctypes.Structure):
     """``struct edgees_member`` of csrc/api.h."""
 
     _fields_ = [("key", _u64), ("amplitude", _f32), ("slot", _u32)]
+
+
+class Members(ctypes.Structure):
+    """``struct edgees_members`` of csrc/api.h."""
+
+    _fields_ = [("count", _i64), ("keys", _ptr), ("amplitudes", _ptr), ("slots", _ptr)]
 
 
 class NoiseKind(ctypes.Structure):

@@ -20,7 +20,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from edgees import blocks, native
@@ -108,27 +107,32 @@ def _address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int 
     if tensor is None:
         return None
     if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise UsageError(f"{what} is {tensor.dtype}, {'' if tensor.is_contiguous() else 'not '}contiguous; "
-                         f"contiguous {dtype} is needed")  # fmt: skip
+        raise UsageError(
+            f"{what} is {'' if tensor.is_contiguous() else 'not '}contiguous {tensor.dtype}; contiguous {dtype} is needed"
+        )
     return int(tensor.data_ptr())
 
 
-def _table(keys: torch.Tensor, amplitudes: torch.Tensor, slots: torch.Tensor | None) -> np.ndarray:
-    """``struct edgees_member`` of each member."""
-    table = np.zeros(keys.shape[0], np.dtype([("key", "<i8"), ("amplitude", "<f4"), ("slot", "<i4")]))
-    table["key"], table["amplitude"] = keys.numpy(), amplitudes.numpy()
-    if slots is not None:
-        table["slot"] = slots.numpy()
-    return table
+def _members(keys: torch.Tensor, amplitudes: torch.Tensor, slots: torch.Tensor) -> native.Members:
+    count = keys.shape[0]
+    if amplitudes.shape[0] != count or slots.shape[0] != count:
+        raise UsageError(f"{count} keys, {amplitudes.shape[0]} amplitudes and {slots.shape[0]} slots of members")
+    return native.Members(
+        count, _address(keys, torch.int64, "keys"), _address(amplitudes, torch.float32, "amplitudes"),
+        _address(slots, torch.int32, "slots"),
+    )  # fmt: skip
 
 
-def _owners(owner: torch.Tensor, count: int, members: int) -> int | None:
-    address = _address(owner, torch.int32, "owner")
-    if owner.shape != (count,):
+def _owners(owner: torch.Tensor, count: int) -> int | None:
+    if owner.shape[0] != count:
         raise UsageError(f"owner has shape {tuple(owner.shape)} for {count} columns")
-    if count and not 0 <= int(owner.min()) <= int(owner.max()) < members:
-        raise UsageError(f"owner names a member that is not there: there are {members}")
-    return address
+    return _address(owner, torch.int32, "owner")
+
+
+def _check(code: int, what: str) -> None:
+    if code == native.NO_MEMBER:
+        raise UsageError(f"{what}: owner names a member that is not there")
+    native.check(code, what)
 
 
 def _struct(
@@ -136,16 +140,16 @@ def _struct(
     plane: torch.Tensor | None, bits: int, span: int, factors: torch.Tensor | None, pool: torch.Tensor | None,
     absmax: int | None = None,
 ) -> native.Tensor:  # fmt: skip
-    stride = 0 if absmax else blocks.row_bytes(type_name, cols)
-    if plane is not None and plane.numel() != rows * blocks.plane_row_bytes(bits, cols):
+    block = blocks.TYPES[type_name]
+    if plane is not None and plane.numel() != rows * -(-cols // 32) * 4 * bits:
         raise UsageError(f"a plane of {plane.numel()} bytes beside {rows} x {cols} weights of {bits} bits")
     if (factors is None) != (pool is None) or (factors is not None and factors.shape[0] != rows):
         raise UsageError("factors [rows, K] and their pool come together")
     return native.Tensor(
-        type=blocks.TYPES[type_name].id, rows=rows, cols=cols, base=base, row_stride=stride, id=tensor, rho=rho,
-        cell=cell, bits=bits if plane is not None else 0, span=span,
-        plane=_address(plane, torch.uint8, "plane"), factors=0 if factors is None else factors.shape[1],
-        a=_address(factors, torch.float32, "factors"), pool=_address(pool, torch.int32, "pool"), absmax=absmax,
+        block.id, 0, rows, cols, base, 0 if absmax else cols * block.bytes // block.weights, tensor, rho, cell,
+        0 if plane is None else bits, span, _address(plane, torch.uint8, "plane"),
+        0 if factors is None else factors.shape[1], _address(factors, torch.float32, "factors"),
+        _address(pool, torch.int32, "pool"), None, 0, absmax,
     )  # fmt: skip
 
 
@@ -153,18 +157,20 @@ def _product(
     x: torch.Tensor, struct: native.Tensor, keys: torch.Tensor, amplitudes: torch.Tensor, slots: torch.Tensor,
     owner: torch.Tensor, noise: int, rank: int,
 ) -> torch.Tensor:  # fmt: skip
-    if x.shape[-1] != struct.cols:
-        raise UsageError(f"columns of {x.shape[-1]} numbers for a matrix of {struct.cols}")
-    columns = x.reshape(-1, struct.cols).to(torch.float32).contiguous()
-    n = columns.shape[0]
-    y = torch.empty((n, struct.rows), dtype=torch.float32)
-    table = _table(keys, amplitudes, slots)
+    rows, cols = struct.rows, struct.cols
+    if x.shape[-1] != cols:
+        raise UsageError(f"columns of {x.shape[-1]} numbers for a matrix of {cols}")
+    columns = x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+    n = columns.numel() // cols
+    y = torch.empty((*x.shape[:-1], rows), dtype=torch.float32)
     code = native.lib().edgees_product_rows(
-        ctypes.byref(struct), ctypes.byref(native.NoiseKind(noise, rank)), native.pointer(table),
-        _owners(owner, n, len(table)), n, columns.data_ptr(), struct.cols, y.data_ptr(), struct.rows,
+        ctypes.byref(struct), ctypes.byref(native.NoiseKind(noise, rank)),
+        ctypes.byref(_members(keys, amplitudes, slots)), _owners(owner, n), n, columns.data_ptr(), cols, y.data_ptr(),
+        rows,
     )  # fmt: skip
-    native.check(code, "perturbed product")
-    return y.reshape(*x.shape[:-1], struct.rows).to(x.dtype)
+    if code:
+        _check(code, "perturbed product")
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
 def unnested(
@@ -223,12 +229,12 @@ def _embedding_cpu(
 ) -> torch.Tensor:  # fmt: skip
     struct = _float_struct(weight, tensor, rho, cell, plane, bits, span, factors, pool)
     out = torch.empty((ids.shape[0], weight.shape[1]), dtype=torch.float32)
-    table = _table(keys, amplitudes, slots)
     code = native.lib().edgees_rows(
-        ctypes.byref(struct), ctypes.byref(native.NoiseKind(noise, rank)), native.pointer(table),
-        _owners(owner, ids.shape[0], len(table)), ids.shape[0], _address(ids, torch.int64, "ids"), out.data_ptr(),
+        ctypes.byref(struct), ctypes.byref(native.NoiseKind(noise, rank)),
+        ctypes.byref(_members(keys, amplitudes, slots)), _owners(owner, ids.shape[0]), ids.shape[0],
+        _address(ids, torch.int64, "ids"), out.data_ptr(),
     )  # fmt: skip
-    native.check(code, "perturbed embedding")
+    _check(code, "perturbed embedding")
     return out
 
 
@@ -240,13 +246,13 @@ def _vectors_cpu(
         type=blocks.TYPES[float_type(base.dtype)].id, rows=1, cols=base.shape[0],
         base=_address(base, base.dtype, "base"), id=tensor, rho=rho, delta=_address(delta, torch.float32, "delta"),
     )  # fmt: skip
-    table = _table(keys, amplitudes, None)
-    out = torch.empty((len(table), base.shape[0]), dtype=torch.float32)
-    kind, width = ctypes.byref(native.NoiseKind(noise, rank)), table.itemsize
-    for i in range(len(table)):
-        code = native.lib().edgees_vector(
-            ctypes.byref(struct), kind, native.pointer(table) + i * width, out[i].data_ptr()
-        )
+    if amplitudes.shape != keys.shape:
+        raise UsageError(f"{keys.shape[0]} keys and {amplitudes.shape[0]} amplitudes of members")
+    out = torch.empty((keys.shape[0], base.shape[0]), dtype=torch.float32)
+    kind = ctypes.byref(native.NoiseKind(noise, rank))
+    for i, (key, amplitude) in enumerate(zip(keys.tolist(), amplitudes.tolist(), strict=True)):
+        member = native.Member(key, amplitude, 0)
+        code = native.lib().edgees_vector(ctypes.byref(struct), kind, ctypes.byref(member), out[i].data_ptr())
         native.check(code, "perturbed vector")
     return out
 

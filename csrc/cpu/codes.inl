@@ -387,13 +387,12 @@ static inline void add_steps(int bits, const uint8_t* plane, int16_t by, int16_t
 static void table_codes(const Rows& from, int rows, int64_t n, const Codes16& to) {
   const Levels level = levels(levels_of(from.type));
   const int step = 1 << (kTableBits - kTableCellBits + from.span - from.bits);
-  const int64_t size = n / Table4::weights * static_cast<int64_t>(sizeof(Table4));
   for (int r = 0; r < rows; ++r) {
-    const uint8_t* base = from.base + r * from.base_stride;
+    const TableRow row(from, r);
     const uint8_t* plane = from.plane + r * from.plane_stride;
-    const Table4* b = reinterpret_cast<const Table4*>(base);
     if (from.next_base) {
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(base + from.next_base + i);
+      const uint8_t* next = from.base + r * from.base_stride + from.next_base;
+      for (int64_t i = 0; i < n / Table4::weights * row.step; i += 64) __builtin_prefetch(next + i);
     }
     if (from.next_plane) {
       for (int64_t i = 0; i < plane_bytes(from.bits, n); i += 64)
@@ -401,12 +400,13 @@ static void table_codes(const Rows& from, int rows, int64_t n, const Codes16& to
     }
     float* scale = to.scale + r;
     int16_t* q = to.q + r * to.ld;
-    for (int64_t i = 0; i < n; i += Table4::weights, ++b, q += Table4::weights) {
+    for (int64_t i = 0; i < n / Table4::weights; ++i, q += Table4::weights) {
+      const float d = row.d(i);
       for (int h = 0; h < 2; ++h, scale += to.stride) {
-        *scale = b->d * power_of_two(-kTableBits);
-        level_codes(b->qs + 16 * h, level, q + 32 * h);
+        *scale = d * power_of_two(-kTableBits);
+        level_codes(row.qs(i) + 16 * h, level, q + 32 * h);
         if (!from.bits) continue;
-        add_steps(from.bits, plane, static_cast<int16_t>(std::signbit(b->d) ? -step : step),
+        add_steps(from.bits, plane, static_cast<int16_t>(std::signbit(d) ? -step : step),
                   q + 32 * h);
         plane += 4 * from.bits;
       }

@@ -350,7 +350,48 @@ static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, cons
   column_of<32, false>(w, rows, n, x, scale, sum, y);
 }
 
+#if !defined(EDGEES_ARM_AVX512)
+static bool table_column(const Rows&, int, int64_t, const int16_t*, const float*, float*) {
+  return false;
+}
+#endif
+
 #if defined(EDGEES_ARM_AVX512)
+static bool table_column(const Rows& from, int rows, int64_t n, const int16_t* x,
+                         const float* scale, float* y) {
+  const Levels level = levels(levels_of(from.type));
+  for (int first = 0; first < rows; first += L) {
+    const int some = rows - first < L ? rows - first : L;
+    const uint8_t *qs[L], *d[L];
+    const TableRow row(from, first);
+    for (int r = 0; r < L; ++r) {  // lanes without a row repeat the first, and are dropped
+      const TableRow own(from, first + (r < some ? r : 0));
+      qs[r] = own.codes;
+      d[r] = own.absmax;
+    }
+    alignas(64) float out[L] = {}, of[L];
+    memcpy(out, y + first, static_cast<size_t>(some) * sizeof(float));
+    F acc = load(out);
+    for (int64_t i = 0; i < n / Table4::weights; ++i) {
+      const int64_t at = i * row.step, at_d = i * row.absmax_step;
+      for (int r = 0; r < L; ++r) memcpy(of + r, d[r] + at_d, 4);
+      const F step = mul(load(of), set1(power_of_two(-kTableBits)));
+      for (int h = 0; h < 2; ++h) {
+        const auto numbers = load_i(x + i * Table4::weights + 32 * h);
+        I part[L];
+        for (int r = 0; r < L; ++r) {
+          if (h) __builtin_prefetch(qs[r] + at + 8 * row.step);
+          part[r] = dot_add(zero_i(), level_words(qs[r] + at + 16 * h, level), numbers);
+        }
+        acc = fma(mul(to_float(lane_sums(part)), set1(scale[2 * i + h])), step, acc);
+      }
+    }
+    store(out, acc);
+    memcpy(y + first, out, static_cast<size_t>(some) * sizeof(float));
+  }
+  return true;
+}
+
 // Sums of four integers with all choices of signs fill a register: an entry for each nibble of a
 // word, looked up for sixteen rows at once.
 static void sign_table(const int16_t* x, int64_t n, int32_t* table) {

@@ -35,20 +35,21 @@ static void table_codes(const Rows& from, int rows, int64_t n, const Codes16& to
   const int bits = from.bits, middle = bits ? 1 << (bits - 1) : 0;
   const int step = 1 << (kTableBits - kTableCellBits + from.span - bits);
   for (int r = 0; r < rows; ++r) {
-    const Table4* b = reinterpret_cast<const Table4*>(from.base + r * from.base_stride);
+    const TableRow row(from, r);
     float* scale = to.scale + r;
     for (int64_t i = 0; i < n; i += kGroup, scale += to.stride) {
-      const Table4& block = b[i / Table4::weights];
-      *scale = block.d * power_of_two(-kTableBits);
+      const float d = row.d(i / Table4::weights);
+      const uint8_t* qs = row.qs(i / Table4::weights);
+      *scale = d * power_of_two(-kTableBits);
       uint8_t steps[kGroup];
       if (bits) {
         unpack_plane(bits, from.plane + r * from.plane_stride + i / 32 * 4 * bits, steps);
       }
       for (int k = 0; k < kGroup; ++k) {
-        const uint8_t both = block.qs[(i % Table4::weights + k) / 2];
+        const uint8_t both = qs[(i % Table4::weights + k) / 2];
         const int move = bits ? (steps[k] - middle) * step : 0;
         to.q[r * to.ld + i + k] = static_cast<int16_t>(level[k % 2 ? both & 15 : both >> 4] +
-                                                       (std::signbit(block.d) ? -move : move));
+                                                       (std::signbit(d) ? -move : move));
       }
     }
   }
@@ -171,4 +172,8 @@ static void unpanel(const float* from, int rows, int count, float* const* y, int
 static void column(const Codes16& w, int rows, int64_t n, const int16_t* x, const float* scale,
                    const float* sum, float* y) {
   for (int r = 0; r < rows; ++r) y[r] = integer_dot(w, r, n, x, scale, sum, 0, 1, y[r]);
+}
+
+static bool table_column(const Rows&, int, int64_t, const int16_t*, const float*, float*) {
+  return false;
 }

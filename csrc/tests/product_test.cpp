@@ -188,6 +188,11 @@ void integers(int type, int bits, int span) {
     k.column(w, rows, n, &xq[static_cast<size_t>(c * n)], &step[at], &sum[at], own.data());
     s.column(ws, rows, n, &xqs[static_cast<size_t>(c * n)], &step[at], &sum[at], exact.data());
     check(same(own, exact), "column differs", id);
+    std::fill(own.begin(), own.end(), 0.0f);
+    if (is_table(type) && !bits &&
+        k.table_column(from, rows, n, &xq[static_cast<size_t>(c * n)], &step[at], own.data())) {
+      check(same(own, exact), "table_column differs", id);
+    }
     std::vector<float> others(rows + 3);
     std::vector<float*> ys(static_cast<size_t>(c + 1), others.data());
     ys.back() = placed.data();
@@ -465,7 +470,10 @@ void apart(int type, int64_t rows, int64_t cols, int bits, int64_t n) {
   t.bits = bits;
   t.plane = bits ? plane.data() : nullptr;
   const edgees_noise_kind noise{EDGEES_NOISE_LOWRANK, 1};
-  const edgees_member members[2] = {{11, 0.1f, 3}, {0, 0.0f, 0}};
+  const uint64_t keys[2] = {11, 0};
+  const float amplitudes[2] = {0.1f, 0.0f};
+  const uint32_t slots[2] = {3, 0};
+  const edgees_members members{2, keys, amplitudes, slots};
   std::vector<float> x(static_cast<size_t>(n * cols)), y(static_cast<size_t>(n * rows)), z(y),
       w(static_cast<size_t>(size));
   std::vector<int32_t> owner;
@@ -473,17 +481,21 @@ void apart(int type, int64_t rows, int64_t cols, int bits, int64_t n) {
   for (auto& v : x) v = random_float();
   for (int64_t c = 0; c < n; ++c) owner.push_back(static_cast<int32_t>(c % 2));
   const int id = static_cast<int>(rows * 10000 + cols);
-  check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, y.data(), rows) ==
-            0,
+  check(edgees_product_rows(&t, &noise, &members, owner.data(), n, x.data(), cols, y.data(),
+                            rows) == 0,
         "product apart", id);
   const std::vector<int32_t> centre(static_cast<size_t>(rows), 1);
   for (int64_t r = 0; r < rows; ++r) all.push_back(r);
-  check(edgees_rows(&t, &noise, members, centre.data(), rows, all.data(), w.data()) == 0,
+  check(edgees_rows(&t, &noise, &members, centre.data(), rows, all.data(), w.data()) == 0,
         "rows apart", id);
   all[0] = rows;
-  check(edgees_rows(&t, &noise, members, centre.data(), 1, all.data(), w.data() + size - cols) ==
+  check(edgees_rows(&t, &noise, &members, centre.data(), 1, all.data(), w.data() + size - cols) ==
             EDGEES_E_ARGUMENT,
         "a row too far", id);
+  const std::vector<int32_t> nobody(static_cast<size_t>(rows), 2);
+  check(edgees_rows(&t, &noise, &members, nobody.data(), 1, all.data(), w.data() + size - cols) ==
+            EDGEES_E_COLUMNS,
+        "a row of nobody", id);
   if (!bits) {
     for (int64_t i = 0; i < size; ++i) {
       const int code = i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4;
@@ -503,7 +515,7 @@ void apart(int type, int64_t rows, int64_t cols, int bits, int64_t n) {
   if (cols % 64) {
     t.bits = 4;
     t.plane = plane.data();
-    check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, y.data(),
+    check(edgees_product_rows(&t, &noise, &members, owner.data(), n, x.data(), cols, y.data(),
                               rows) == EDGEES_E_ARGUMENT,
           "a plane beside partial blocks", id);
     return;
@@ -516,8 +528,8 @@ void apart(int type, int64_t rows, int64_t cols, int bits, int64_t n) {
   t.base = raw.data();
   t.row_stride = row_bytes(type, cols);
   t.absmax = nullptr;
-  check(edgees_product_rows(&t, &noise, members, owner.data(), n, x.data(), cols, z.data(), rows) ==
-            0,
+  check(edgees_product_rows(&t, &noise, &members, owner.data(), n, x.data(), cols, z.data(),
+                            rows) == 0,
         "product in blocks", id);
   check(same(y, z), "blocks and codes apart differ", id);
 }
