@@ -84,6 +84,13 @@ ensure_env() {
       say "installing llama-cpp-python: it is compiled here once, 3 to 15 minutes on two cores (a later .venv reuses it)"
       CMAKE_ARGS="${CMAKE_ARGS:--DLLAVA_BUILD=OFF}" pip_install 'llama-cpp-python>=0.3.30'
     fi
+    case ",$extras," in *,torch,*)
+      if ! "$PY" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then
+        say "installing torch (where the index has a smaller build for CPUs, name it: EDGEES_TORCH='--index-url URL torch')"
+        # shellcheck disable=SC2086
+        pip_install ${EDGEES_TORCH:-torch==2.13.0}
+      fi ;;
+    esac
     say "installing edgees[$extras] and what it needs (about a minute)"
     pip_install -e "$ROOT[$extras]"
     fingerprint pyproject.toml setup.py csrc >"$stamps/native"

@@ -6,7 +6,7 @@
 # Makes .venv in the checkout when there is none. Only an interpreter, its venv module and a C++ compiler are assumed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-ensure_env llama,plot,reasoning,test model
+ensure_env llama,plot,reasoning,test,torch model
 cd "$ROOT"
 
 # On a CI machine that is ours to change: the cross compiler and emulator for the NEON arm. Never a reason to fail.
@@ -23,6 +23,7 @@ bash scripts/check.sh || failed+=("scripts/check.sh")
 if [ -f scripts/native_tests.sh ]; then
   bash scripts/native_tests.sh || failed+=("scripts/native_tests.sh")
 fi
+bash scripts/gpu_check.sh --compile-only || failed+=("scripts/gpu_check.sh --compile-only")
 if [ "${#failed[@]}" -gt 0 ]; then
   say "FAILED before pytest: ${failed[*]}"
 fi

@@ -201,7 +201,7 @@ def test_readme_lists_every_file() -> None:
         ),
         (
             {"backends/base.py": "from ..cli import main"},
-            "edgees/backends/base.py:1: backends/base (row 3) imports cli",
+            "edgees/backends/base.py:1: backends/base (row 4) imports cli",
         ),
         ({"native.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from edgees.cli import main"}, None),
         (
