@@ -191,7 +191,7 @@ def decode_numpy(name: str, raw: np.ndarray, rows: int, cols: int) -> np.ndarray
     w = scale[:, :, None] * numbers.reshape(len(codes), -1, t.group)
     if offset is not None:
         w = w + offset[:, :, None]
-    return w.reshape(rows, cols)
+    return np.asarray(w.reshape(rows, cols))
 
 
 def cells(name: str, raw: np.ndarray, rows: int, cols: int, rho: float = 0.0) -> np.ndarray:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,10 @@ class Step:
     keep: float
 
 
+Updater = Callable[[TensorInfo, np.ndarray, int, np.ndarray, np.ndarray, float], None]
+"""(tensor, piece float32 [n, cols] changed in place, its first row, keys uint64 [P], coefs float32 [P], keep)."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     info: TensorInfo
@@ -127,6 +131,8 @@ class Delta:
         self.generation, self.clean = state
         self._fd = fd
         self._entries = entries
+        self.updater: Updater | None = None
+        """Does a piece's update elsewhere, to the same bits: a GPU's own kernel."""
         self._arrays: dict[str, np.ndarray] = {}
         self._grams: dict[str, np.ndarray] = {}
         self._pool: tuple[str, np.ndarray] | None = None
@@ -358,6 +364,9 @@ class Delta:
         self, entry: _Entry, row: int, piece: np.ndarray, step: Step, keys: np.ndarray, coefs: np.ndarray
     ) -> None:
         info, spec = entry.info, self.spec
+        if self.updater is not None:
+            self.updater(info, piece, row, keys, coefs, step.keep)
+            return
         code = native.lib().edgees_delta_apply(
             native.pointer(piece), piece.shape[0], piece.shape[1], row, info.id, noise.KINDS.index(spec.kind),
             spec.rank, int(info.vector), len(keys), native.pointer(keys), native.pointer(coefs), step.keep,

@@ -338,6 +338,7 @@ class TorchEngine(StreamEngine):
         self._vectors: list[_Vector] = []
         self._frozen: list[tuple[str, str]] = []
         self._kept: list[np.ndarray] = []  # whose memory tensors use
+        self._pinned: Any = None
         self._load_config()
         self._load_text()
         pattern = re.compile(params) if params else None
@@ -558,6 +559,8 @@ class TorchEngine(StreamEngine):
         if spec.view == "lattice":
             raise UsageError("the torch engine has no lattice of its own", "use --scope full or adapter")
         self._delta = delta
+        if self.device.type == "cuda":
+            delta.updater = self.update_piece
         self._call.noise, self._call.rank = noise.KINDS.index(spec.kind), spec.rank
         for w in self._weights.values():
             w.scale, w.bits, w.span = 0.0, 0, 0
@@ -586,6 +589,23 @@ class TorchEngine(StreamEngine):
         self._members = ()
         if self._streams:
             self._streams.scheduler.forget()
+
+    def update_piece(
+        self, info: TensorInfo, piece: np.ndarray, row: int, keys: np.ndarray, coefs: np.ndarray, keep: float
+    ) -> None:
+        """:data:`edgees.delta.Updater` on the device, through one pinned buffer: the delta itself stays on the disk."""
+        torch, spec = self.torch, self._delta.spec if self._delta else None
+        assert spec is not None
+        if self._pinned is None or self._pinned.numel() < piece.size:
+            self._pinned = torch.empty(piece.size, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        pinned = self._pinned[: piece.size].view(piece.shape)
+        pinned.numpy()[:] = piece
+        there = pinned.to(self.device, non_blocking=True)
+        torch.ops.edgees.es_update_(
+            there, torch.from_numpy(keys.view(np.int64)).to(self.device), torch.from_numpy(coefs).to(self.device), keep,
+            row, info.id, noise.KINDS.index(spec.kind), spec.rank, info.vector,
+        )  # fmt: skip
+        piece[:] = pinned.copy_(there).numpy()
 
     def _plane(self, w: _Weight, delta: Delta, bits: int) -> None:
         t = w.info
