@@ -341,14 +341,17 @@ def resume(run: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("history", type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="The base model that the history began with.")
+@click.option("--engine", metavar="TEXT", help="MODEL is another form of that base, for this engine: llamacpp, torch.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Run folder to make.")
 @json_option
-def replay(history: Path, model: str, out: Path, as_json: bool) -> None:
-    """Rebuild a run folder from its HISTORY (history.jsonl) and the base alone, bit for bit."""
+def replay(history: Path, model: str, engine: str | None, out: Path, as_json: bool) -> None:
+    """Rebuild a run folder from its HISTORY (history.jsonl) and the base alone, bit for bit.
+
+    With --engine the base may have another form: another quantisation, or a Hugging Face folder instead of a GGUF."""
     from edgees import tune as tuning
 
     with one_document(as_json) as document:
-        result = tuning.replay(history, model=model, out=out)
+        result = tuning.replay(history, model=model, out=out, engine=engine)
         document |= result.to_dict()
         if not as_json:
             click.echo(f"{out}: {result.generations} generation(s) rebuilt from {history}")

@@ -23,7 +23,7 @@ EXTRAS = {
     "demo": (model_path.PACKAGE, model_path.INSTALL),
     "plot": ("matplotlib", "pip install matplotlib"),
     "reasoning": ("reasoning-gym", "pip install reasoning-gym"),
-    "torch": ("torch", "comes with the torch engine, which is not there yet"),
+    "torch": ("torch", 'pip install "edgees[torch]"'),
 }
 """extra -> (package that shows it is installed, how to get it)."""
 
@@ -37,12 +37,10 @@ def examine() -> dict[str, Any]:
     one engine can tune. Sections with a fault have ``ok: false``, ``error`` and, where something can be done, ``hint``.
     """
     native = _guarded(_native)
-    engines = {
-        "llamacpp": _guarded(_llamacpp),
-        "torch": {"ok": False, "error": "not part of this version", "hint": "use the llamacpp engine"},
-    }
-    if engines["llamacpp"]["ok"] and not native["ok"]:
-        engines["llamacpp"] |= {"ok": False, "error": "needs the native library, see above"}
+    engines = {"llamacpp": _guarded(_llamacpp), "torch": _guarded(_torch)}
+    for engine in engines.values():
+        if engine["ok"] and not native["ok"]:
+            engine |= {"ok": False, "error": "needs the native library, see above"}
     return {
         "edgees": __version__,
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -89,6 +87,21 @@ def _llamacpp() -> Probe:
 
     llamacpp.install()  # refuses by name where llama.cpp's structs are not those we were built for
     return {"version": version, "structs": "as expected", "tried_with": llamacpp.WORKING_VERSIONS}
+
+
+def _torch() -> Probe:
+    """versions, and which arm runs on which device and why; hint, where torch's own operations have to do."""
+    versions = {package: _version(package) for package in ("torch", "transformers", "tokenizers", "bitsandbytes")}
+    missing = [package for package, version in versions.items() if version is None and package != "bitsandbytes"]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        return {"ok": False, "error": f"{', '.join(missing)} {verb} not installed", "hint": EXTRAS["torch"][1]}
+    from edgees.backends import torch_nf4
+
+    torch_nf4.version()  # what is installed may still not load
+    from edgees import ops
+
+    return {"versions": versions, **ops.describe()}
 
 
 def _machine() -> Probe:
@@ -143,8 +156,10 @@ def lines(found: dict[str, Any]) -> list[tuple[bool | None, str, str, str | None
 
     def entry(subject: str, probe: Probe, text: Callable[[Probe], str]) -> tuple[bool | None, str, str, str | None]:
         if probe["ok"]:
-            return True, subject, text(probe), None
-        return False, subject, str(probe["error"]), probe.get("hint")
+            return True, subject, text(probe), probe.get("hint")
+        # an engine is optional where another one works
+        fine = None if found["ok"] and subject in found["engines"] else False
+        return fine, subject, str(probe["error"]), probe.get("hint")
 
     def gigabytes(count: int | None) -> str:
         return "?" if count is None else f"{count / 1e9:.1f} GB"
@@ -164,7 +179,14 @@ def lines(found: dict[str, Any]) -> list[tuple[bool | None, str, str, str | None
             found["engines"]["llamacpp"],
             lambda p: f"llama-cpp-python {p['version']}, structs {p['structs']} (tried with {p['tried_with']})",
         ),
-        (None, "torch", found["engines"]["torch"]["error"], found["engines"]["torch"]["hint"]),
+        entry(
+            "torch",
+            found["engines"]["torch"],
+            lambda p: (
+                ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
+                + f"; {p['device']}: {p['arm']} ({p['why']})"
+            ),
+        ),
         entry(
             "threads",
             found["threads"],

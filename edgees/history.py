@@ -186,6 +186,12 @@ def replay(history_path: str | Path, delta_path: str | Path, upto: int | None = 
     return delta
 
 
+def with_header(path: str | Path, header: Mapping[str, Any]) -> bytes:
+    """The complete lines of a journal, the first one replaced; the same bytes where ``header`` is that of the file."""
+    texts, _, _ = _split(Path(path).read_bytes())
+    return _encode(header) + b"".join(text + b"\n" for text in texts[1:])
+
+
 def _encode(line: Mapping[str, Any]) -> bytes:
     """Python's float repr is the shortest text that reads back exactly; NaN has no place in JSON."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from edgees.checkpoint import (
 from edgees.config import Config
 from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError, UsageError
-from edgees.history import History, short_float32s
+from edgees.history import History, short_float32s, with_header
 from edgees.population import Population, RowOrder, sigma_at
 from edgees.report import Observer
 from edgees.rewards import Scorer
@@ -45,6 +45,7 @@ from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
 from edgees.update import Update, loglik_weight, mix, update
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PROBE_ROWS = 8
 """Rows that are answered to estimate how long a run will take."""
 
@@ -159,33 +160,85 @@ def rehearse(
         }  # fmt: skip
 
 
-def replay(history: str | Path, *, model: str, out: str | Path) -> RunResult:
+def replay(history: str | Path, *, model: str, out: str | Path, engine: str | None = None) -> RunResult:
     """Rebuild a run folder from its journal and the base model alone; its delta is bit-identical.
 
-    history: a history.jsonl, or the folder with one. model: the base (its hash must be the journal's).
+    history: a history.jsonl, or the folder with one. model: the base (its hash must be the journal's). engine: says
+    that ``model`` may be another form of that base (another quantisation, the Hugging Face folder of a GGUF or the
+    reverse), for this engine. The delta is the same to the bit then, too, as names, shapes and RMS are the journal's;
+    only the header is new: it names the new base and, under ``origin``, those before it with the generations made by
+    then. Rewards and evaluations stay those that were had there. Such a run can be resumed: it goes on from the same
+    delta with what the new base answers.
 
-    :raises RunError: no journal, another model, or ``out`` holds a run already.
+    :raises RunError: no journal, another model, one that lacks a tensor, or ``out`` holds a run already.
     """
     source = Path(history)
     source = source / "history.jsonl" if source.is_dir() else source
     journal = History.open(source, repair=False)
     settings = {name: value for name, value in journal.header["config"].items() if value is not None}
     resolved = source.with_name("config.resolved.toml")  # of the paths the journal has only the files' names
-    config_ = config.load(
-        resolved if resolved.exists() else None,
-        {**({} if resolved.exists() else settings), "model": model, "run": str(out)},
-    ).absolute()
-    _require_same_base(journal, base_hash(config_), model)
+    settings = {} if resolved.exists() else settings
+    given = {"model": model, "run": str(out)} | ({"engine": engine} if engine else {})
+    config_ = config.load(resolved if resolved.exists() else None, settings | given).absolute()
+    header = journal.header
+    if engine is None:
+        _require_same_base(journal, base_hash(config_), model)
+    elif (found := base_hash(config_)) != header["base"]:
+        header = _moved(journal, config_, found)
     _require_space(config_, journal.spec)
     with RunFolder.create(config_) as folder:
         with folder.made_or_removed():
-            folder.check_config(journal)
-            write_atomic(folder.history_path, source.read_bytes())
+            folder.check_config(History(source, header))
+            write_atomic(folder.history_path, with_header(source, header))
             journal, delta = recover(folder)
             delta.close()
         result = RunResult.of(folder.path, journal, peak_rss_bytes())
         report.write(folder.path, config_.public(), result.to_dict())
         return result
+
+
+def _moved(journal: History, config: Config, base: str) -> dict[str, Any]:
+    """The header of a run that goes over to another form of its base. :raises RunError: it lacks a tensor."""
+    old = journal.header
+    with closing(open_engine(config)) as engine:
+        spec = _under_names_of(engine, journal.spec, config.model)
+    left = {"base": old["base"], "model": old.get("model"), "engine": old["config"]["engine"]}
+    return {
+        **old, "base": base, "model": Path(config.model).name, "delta": spec.to_dict(),
+        "config": {**old["config"], "engine": config.engine},
+        "origin": [*old.get("origin", []), {**left, "generations": journal.generation}],
+    }  # fmt: skip
+
+
+def _under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
+    """What a delta means to another engine: the same tensors, where they are there and in which order of rows.
+
+    :raises RunError: the first tensor that is missing, has another shape, or cannot be tuned there.
+    """
+    there = {t.name: t for t in engine.tensors}
+    frozen = dict(engine.frozen)
+    tensors = []
+    for t in spec.tensors:
+        found = there.get(t.name)
+        if found is None:
+            raise RunError(
+                f"{model} has no tensor {t.name} to tune, which the history holds steps for"
+                + (f": {frozen[t.name]}" if t.name in frozen else ""),
+                "give another form of the very model that the history began with",
+            )
+        if (found.rows, found.cols) != (t.rows, t.cols):
+            raise RunError(
+                f"{t.name} is {found.rows} x {found.cols} in {model}, {t.rows} x {t.cols} in the history",
+                "give another form of the very model that the history began with",
+            )
+        tensors.append(replace(t, source=found.source, heads=found.heads))
+    names = {t.name for t in spec.tensors}
+    if HEAD in there and HEAD not in names and EMBEDDING in names:
+        raise RunError(
+            f"{model} has a tensor {HEAD} of its own; in the run it was {EMBEDDING}, or was not tuned",
+            "give a form of the model that shares the two, as the first base did",
+        )
+    return replace(spec, tensors=tuple(tensors))
 
 
 def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
@@ -273,7 +326,8 @@ def _open(
         models.callback(engine.close)
     if begun is not None:
         _require_same_base(begun, engine.base_hash, config.model)
-        if spec_of(config, engine) != begun.spec:
+        moved = "origin" in begun.header  # by replay: the measures of the first base hold
+        if (_under_names_of(engine, begun.spec, config.model) if moved else spec_of(config, engine)) != begun.spec:
             raise RunError(
                 f"the engine sees other tensors than {begun.path.parent} began with",
                 "use the edgees version that began it",
@@ -815,7 +869,7 @@ def _require_same_base(history: History, found: str, model: str) -> None:
         raise RunError(
             f"the model {model} is not the one that {history.path.parent} began with: it is {found}, "
             f"the history says {history.header['base']}",
-            "give, or put back, the original file",
+            "give, or put back, the original file; edgees replay --engine takes another form of the same model",
         )
 
 

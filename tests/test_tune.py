@@ -669,7 +669,7 @@ def test_a_full_context_ends_one_answer_and_nothing_else(tmp_path: Path) -> None
         ({"model": "nonsense"}, TASK, ModelError, "engine toy runs the model 'toy'"),
         ({"params": "nothing"}, TASK, UsageError, "matches no tensor"),
         ({"task": "jsonl:/nowhere/rows.jsonl"}, None, UsageError, "rows.jsonl"),
-        ({"engine": "torch"}, TASK, UsageError, "torch engine is not there yet"),
+        ({"engine": "torch"}, TASK, ModelError, "no model folder toy"),
         ({}, dataclasses.replace(TASK, reward=()), UsageError, "has no scorer of its own"),
         ({}, dataclasses.replace(TASK, train=()), UsageError, "has no rows to train on"),
         (

@@ -382,21 +382,25 @@ class TorchEngine(StreamEngine):
             self._tokenizer = fast.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        ids = self.folder.special_ids
-        bos, eos = ids.get("bos"), ids.get("eos")
-        ends = {int(e) for e in (eos if isinstance(eos, list) else [eos]) if e is not None}
-        self._bos = int(bos) if isinstance(bos, int) else None
-        probe = self._tokenizer.encode("x", add_special_tokens=True).ids
-        self._add_bos = self._bos is not None and probe[:1] == [self._bos]
-        self._pieces = _Pieces(self._tokenizer)
+        settings, ids = self.folder.document("tokenizer_config.json", needed=False), self.folder.special_ids
+
+        def role(name: str) -> int | None:
+            """The tokenizer's own word for it wins, as in transformers and in the GGUF form."""
+            text = settings.get(f"{name}_token")
+            text = text.get("content") if isinstance(text, dict) else text
+            token = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+            return ids.get(name) if token is None else int(token)
 
         def text(token: int | None) -> str:
             return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
-        self.template = ChatTemplate(
-            self.folder.template, bos_token=text(self._bos), eos_token=text(min(ends, default=None))
-        )
-        self._stop = frozenset(ends | self._end_of_turn())
+        self._bos, eos = role("bos"), role("eos")
+        asked = settings.get("add_bos_token")
+        probe = self._tokenizer.encode("x", add_special_tokens=True).ids
+        self._add_bos = asked if isinstance(asked, bool) else probe[:1] == [self._bos]
+        self._pieces = _Pieces(self._tokenizer)
+        self.template = ChatTemplate(self.folder.template, bos_token=text(self._bos), eos_token=text(eos))
+        self._stop = frozenset({*self.folder.stop_ids, *([] if eos is None else [eos]), *self._end_of_turn()})
 
     def _end_of_turn(self) -> set[int]:
         """The special token that the template puts behind an answer."""
