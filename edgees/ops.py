@@ -248,12 +248,11 @@ def _vectors_cpu(
     base: torch.Tensor, delta: torch.Tensor | None, keys: torch.Tensor, amplitudes: torch.Tensor, noise: int,
     rank: int, tensor: int, rho: float,
 ) -> torch.Tensor:  # fmt: skip
+    _check_vectors(base, delta, keys, amplitudes)
     struct = native.Tensor(
         type=blocks.TYPES[float_type(base.dtype)].id, rows=1, cols=base.shape[0],
         base=_address(base, base.dtype, "base"), id=tensor, rho=rho, delta=_address(delta, torch.float32, "delta"),
     )  # fmt: skip
-    if amplitudes.shape != keys.shape:
-        raise UsageError(f"{keys.shape[0]} keys and {amplitudes.shape[0]} amplitudes of members")
     out = torch.empty((keys.shape[0], base.shape[0]), dtype=torch.float32)
     kind = ctypes.byref(native.NoiseKind(noise, rank))
     for i, (key, amplitude) in enumerate(zip(keys.tolist(), amplitudes.tolist(), strict=True)):
@@ -267,6 +266,7 @@ def _update_cpu(
     delta: torch.Tensor, keys: torch.Tensor, coefs: torch.Tensor, keep: float, row0: int, tensor: int, noise: int,
     rank: int, vector: bool,
 ) -> None:  # fmt: skip
+    _check_update(delta, keys, coefs, None)
     code = native.lib().edgees_delta_apply(
         _address(delta, torch.float32, "delta"), delta.shape[0], delta.shape[1], row0, tensor, noise, rank,
         int(vector), keys.shape[0], _address(keys, torch.int64, "keys"), _address(coefs, torch.float32, "coefs"), keep,
@@ -278,6 +278,7 @@ def _update_factors_cpu(
     factors: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, coefs: torch.Tensor, keep: float, tensor: int,
     rank: int,
 ) -> None:  # fmt: skip
+    _check_update(factors, keys, coefs, slots)
     code = native.lib().edgees_factors_apply(
         _address(factors, torch.float32, "factors"), factors.shape[0], factors.shape[1], tensor, rank, keys.shape[0],
         _address(keys, torch.int64, "keys"), _address(slots, torch.int32, "slots"),
@@ -595,6 +596,7 @@ def _check_vectors(
             f"a vector {tuple(base.shape)}, its delta {delta if delta is None else tuple(delta.shape)}, "
             f"{keys.shape[0]} keys and {amplitudes.shape[0]} amplitudes"
         )
+    float_type(base.dtype)
     for what, tensor, dtype in (
         ("base", base, base.dtype), ("delta", delta, torch.float32), ("keys", keys, torch.int64),
         ("amplitudes", amplitudes, torch.float32),
@@ -667,8 +669,9 @@ def _bitsandbytes(packed: torch.Tensor, absmax: torch.Tensor, kind: str) -> torc
         from bitsandbytes import functional
     except ImportError:
         return None
-    out = torch.empty(2 * packed.numel(), dtype=torch.float32, device=packed.device)
-    return cast(torch.Tensor, functional.dequantize_4bit(packed[:, None], absmax=absmax, out=out, quant_type=kind))
+    shape = torch.Size([2 * packed.numel()])
+    state = functional.QuantState(absmax, shape=shape, blocksize=64, quant_type=kind, dtype=torch.float32)
+    return cast(torch.Tensor, functional.dequantize_4bit(packed[:, None], state).reshape(-1))
 
 
 def _lookup(packed: torch.Tensor, absmax: torch.Tensor, kind: str) -> torch.Tensor:
@@ -773,7 +776,6 @@ def _vectors_plain(
 
 
 def _update_plain(delta: torch.Tensor, keys: torch.Tensor, coefs: torch.Tensor, *rest: Any) -> None:
-    _check_update(delta, keys, coefs, None)
     host = delta.cpu()
     _update_cpu(host, keys.cpu(), coefs.cpu(), *rest)
     delta.copy_(host)
@@ -782,7 +784,6 @@ def _update_plain(delta: torch.Tensor, keys: torch.Tensor, coefs: torch.Tensor, 
 def _update_factors_plain(
     factors: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, coefs: torch.Tensor, *rest: Any
 ) -> None:
-    _check_update(factors, keys, coefs, slots)
     host = factors.cpu()
     _update_factors_cpu(host, keys.cpu(), slots.cpu(), coefs.cpu(), *rest)
     factors.copy_(host)
