@@ -1,8 +1,8 @@
 """Operators of the torch engine: ``torch.ops.edgees.*``, products with the noise inside.
 
 Every operator has a schema, a fake (shapes without data), a CPU implementation over the C interface (csrc/api.h) and
-a CUDA one over :mod:`edgees.cuda`. Members lie in tensors on the device of the rest, never in constants, so that a
-captured graph serves every generation::
+a CUDA one over :mod:`edgees.cuda`, or, where its kernels cannot be had, in torch's own operations. Members lie in
+tensors on the device of the rest, never in constants, so that a captured graph serves every generation::
 
     keys int64 [M] (the bits of uint64), amplitudes float32 [M] (sign * sigma; 0: the centre), slots int32 [M]
     owner int32 [n]: whose each column (row of x) is

@@ -322,13 +322,15 @@ class TorchEngine(StreamEngine):
         params: str | None = None,
         device: str = "",
     ) -> None:
-        self.torch, self._transformers, _ = _import()
+        self.torch, self._transformers, ops = _import()
         torch = self.torch
         self.folder = HfFolder(Path(path))
         self.threads = native.threads(threads)
         torch.set_num_threads(self.threads)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        if self.device.type != "cpu":
+            ops.arm(self.device)  # compiles, tries and, where need be, warns now rather than in the first call
         self._context_wanted, self._parallel = context, parallel or SEQUENCES
         self._streams: _Streams | None = None
         self._delta: Delta | None = None
