@@ -468,6 +468,8 @@ def on_the_card(model: str | None, out: Path) -> int:
     if not told["ok"]:
         print(f"error: {told['error']}\nhint: {told.get('hint', '-')}", file=sys.stderr)
         return 1
+    from edgees import ops
+
     torch.cuda.init()
     kernels = cuda.kernels()
     b = Bench(torch, kernels, "cuda")
@@ -486,6 +488,7 @@ def on_the_card(model: str | None, out: Path) -> int:
         lambda: check_planes_and_rows(b),
         lambda: check_products(b, [(576, 1536), (63, 65), (130, 1056)], (1, 4, 16, 60, 300)),
         lambda: check_adapter(b),
+        lambda: b.check("operators use the kernels", ops.arm(torch.device("cuda", 0)) is not None),
     ):
         try:
             what()
