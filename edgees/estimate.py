@@ -183,8 +183,6 @@ def read(chosen: Config) -> Model:
     if chosen.engine == "llamacpp":
         return _read_gguf(model_path.resolve(chosen.model))
     if chosen.engine == "torch":
-        if chosen.view == "lattice":
-            raise UsageError("the torch engine has no lattice of its own", "use --scope full or adapter")
         return _read_folder(model_path.resolve_folder(chosen.model))
     raise UsageError(f"engine {chosen.engine} has nothing to estimate", "use --engine llamacpp or torch")
 

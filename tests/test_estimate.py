@@ -389,9 +389,9 @@ def test_a_card_that_nobody_knows(folder: Path, capsys: pytest.CaptureFixture[st
     assert "'voodoo2' is not in the table" in error and "rtx4090" in error
 
 
-def test_the_torch_engine_has_no_lattice(folder: Path) -> None:
-    with pytest.raises(UsageError, match="no lattice"):
-        setting(folder, engine="torch", scope="lattice")
+def test_the_torch_engine_has_no_lattice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--engine", "torch", "--model", folder, "--scope", "lattice") == 2
+    assert "lattice" in capsys.readouterr().err
 
 
 def test_a_header_without_its_sizes_is_refused(tmp_path: Path) -> None:
