@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # as the engine sets it: spinning threads of one steal from the other
 
 import bitsandbytes
 import numpy as np
