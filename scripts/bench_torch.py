@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # as the engine sets it: spinning threads of one steal from the other
+# As the engine sets it: threads that spin for one side steal from the other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import bitsandbytes
 import numpy as np
