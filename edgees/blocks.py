@@ -269,6 +269,24 @@ def plane_encode(
     return out
 
 
+EMPTY_STEPS = {2: 0xAA, 4: 0x88, 8: 0x80}
+"""A plane's bytes, by its bits, where nothing has been learned: all steps are zero."""
+
+
+def plane_fill(
+    name: str, pieces: Callable[[], Iterable[tuple[int, np.ndarray, np.ndarray, np.ndarray]]], dither: int, id: int,
+    bits: int, rho: float, out: np.ndarray,
+) -> int:  # fmt: skip
+    """Encode a whole tensor's plane into ``out`` (uint8 [rows, plane_row_bytes]); returns its span.
+
+    pieces: called twice; (first row, raw blocks, delta float32 [n, cols], order int32 [n]) from the first row on.
+    """
+    span = plane_span(name, ((raw, delta) for _, raw, delta, _ in pieces()), rho)
+    for row, raw, delta, order in pieces():
+        plane_encode(name, raw, delta, order, dither, id, bits, span, rho, out=out[row : row + len(delta)])
+    return span
+
+
 def effective(
     name: str, raw: np.ndarray, rows: int, cols: int, plane: np.ndarray, bits: int, span: int, rho: float
 ) -> np.ndarray:

@@ -30,7 +30,7 @@ import numpy as np
 from edgees import blocks, config, model_path, native, noise, report, tune
 from edgees.backends import llamacpp, torch_nf4
 from edgees.backends.base import Member, Request
-from edgees.backends.streams import Job, Scheduler
+from edgees.backends.streams import SEQUENCES, Job, Scheduler, output_rows
 from edgees.config import Config
 from edgees.errors import ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
@@ -454,13 +454,13 @@ def plan(chosen: Config, model: Model, task: Task, available: int | None, on_dev
     limit = min(chosen.context or model.context, model.context)
     work = Work(chosen, task, limit)
     context = -(-(limit if chosen.context else work.length) // SPAN) * SPAN
-    streams = chosen.parallel or llamacpp.SEQUENCES
+    streams = chosen.parallel or SEQUENCES
     if host.by_need and not chosen.parallel:
         streams = min(streams, work.jobs())
         if available is not None:
             streams = max(1, min(streams, available // 2 // (context * model.layers * model.kv * host.kv)))
     micro = max(torch_nf4.MICRO_BATCH["cuda"] if on_device else llamacpp.MICRO_BATCH, streams)
-    outputs = min(max(llamacpp.OUTPUT_BYTES // (4 * model.vocabulary), streams), micro)
+    outputs = output_rows(model.vocabulary, streams, micro)
     return Setting(work, model, streams, context, micro, outputs, work.calls(streams, micro, outputs))
 
 

@@ -22,7 +22,9 @@ KINDS = ("sign", "lowrank", "normal")
 POOL_GENERATION = 0xFFFFFFFF
 """The generation that no run reaches: pair 0 keys the pool of the adapter view, pair 1 the dither."""
 
-_SIGN, _LEFT, _RIGHT, _NORMAL, _POOL = 0, 0x100, 0x200, 0x300, 0x500
+LEFT, RIGHT = 0x100, 0x200
+"""Streams of the left and right factors of lowrank noise: + k for factor k."""
+_SIGN, _NORMAL, _POOL = 0, 0x300, 0x500
 
 
 def make_key(seed: int, generation: int, pair: int) -> int:
@@ -70,7 +72,7 @@ def eps(
 
 
 def sign_vector(key: int, tensor: int, stream: int, n: int) -> np.ndarray:
-    """float32 [n] of +-1: row 0 of a sign stream (0x100 + k: left, 0x200 + k: right factor k of lowrank)."""
+    """float32 [n] of +-1: row 0 of a sign stream (``LEFT + k``, ``RIGHT + k``: factors k of lowrank)."""
     out = np.empty(n, np.float32)
     native.check(
         native.lib().edgees_sign_vector(key, tensor, stream, n, native.pointer(out)), f"{n} signs of stream {stream:#x}"
@@ -126,8 +128,8 @@ def eps_numpy(
     total = np.zeros((rows, cols), np.int64)
     first = np.zeros(1, np.uint64)
     for k in range(rank):
-        a = _signs(key, first, tensor, _LEFT + k, row0 + rows)[0, row0:]
-        total += np.outer(a, _signs(key, first, tensor, _RIGHT + k, cols)[0])
+        a = _signs(key, first, tensor, LEFT + k, row0 + rows)[0, row0:]
+        total += np.outer(a, _signs(key, first, tensor, RIGHT + k, cols)[0])
     return np.asarray(total.astype(np.float32) * np.float32(1 / np.sqrt(rank)))
 
 

@@ -197,15 +197,9 @@ def _nf4_cpu(
     plane: torch.Tensor | None, bits: int, span: int, factors: torch.Tensor | None, pool: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     cols = x.shape[-1]
-    name = quant_type.upper()
-    if name not in ("NF4", "FP4"):
-        raise UsageError(f"quant_type {quant_type!r}", "there are nf4 and fp4")
-    if packed.numel() != (rows * cols + 1) // 2 or absmax.numel() != (rows * cols + 63) // 64:
-        raise UsageError(
-            f"{packed.numel()} bytes with {absmax.numel()} absmax are no {rows} x {cols} weights in blocks of 64"
-        )
+    name = _coded(packed, absmax, absmax_code, absmax_scale, quant_type, rows, cols, x.device)
     absmax = unnested(absmax, absmax_code, absmax_scale, absmax_offset)
-    base, top = _address(packed, torch.uint8, "packed"), _address(absmax, torch.float32, "absmax")
+    base, top = packed.data_ptr(), _address(absmax, torch.float32, "absmax")
     struct = _struct(name, rows, cols, base, tensor, rho, 0.0, plane, bits, span, factors, pool, top)
     return _product(x, struct, keys, amplitudes, slots, owner, noise, rank)
 
@@ -450,11 +444,11 @@ class _Noisy:
     def factored(self, key: int, slot: int, rows: int, cols: int, signs: torch.Tensor | None) -> tuple[Any, Any]:
         """float32 [rank, rows] left and [rank, cols] right signs of a member's lowrank noise."""
         device, ranks = self.keys.device, range(self.rank)
-        left = np.stack([noise.sign_vector(key, self.tensor, 0x100 + k, rows) for k in ranks])
+        left = np.stack([noise.sign_vector(key, self.tensor, noise.LEFT + k, rows) for k in ranks])
         if signs is not None:
             right: torch.Tensor = signs[[(slot * self.rank + k) % signs.shape[0] for k in ranks]]
         else:
-            drawn = np.stack([noise.sign_vector(key, self.tensor, 0x200 + k, cols) for k in ranks])
+            drawn = np.stack([noise.sign_vector(key, self.tensor, noise.RIGHT + k, cols) for k in ranks])
             right = torch.from_numpy(drawn).to(device)
         return torch.from_numpy(left).to(device), right
 

@@ -116,8 +116,8 @@ def in_place(engine: TorchEngine) -> None:
         )  # fmt: skip
         weight = bitsandbytes.functional.dequantize_4bit(w.base, state)
         key = int(m.keys[0]) & (1 << 64) - 1
-        left = noise.sign_vector(key, w.info.id, 0x100, w.info.rows)
-        right = noise.sign_vector(key, w.info.id, 0x200, w.info.cols)
+        left = noise.sign_vector(key, w.info.id, noise.LEFT, w.info.rows)
+        right = noise.sign_vector(key, w.info.id, noise.RIGHT, w.info.cols)
         weight += float(m.amplitudes[0]) * w.scale * torch.outer(torch.from_numpy(left), torch.from_numpy(right))
         y = torch.nn.functional.linear(x, weight)
         return y if module.bias is None else y + module.bias.of_streams(x.dim())

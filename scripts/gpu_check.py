@@ -323,7 +323,7 @@ def check_adapter(b: Bench, rows: int = 300, cols: int = 577, factors: int = 32)
         for j in range(n):
             m = int(c.owner[j])
             delta = a.astype(np.float64) @ pool.T
-            left = noise.sign_vector(int(c.keys[m]), TENSOR, 0x100, rows)
+            left = noise.sign_vector(int(c.keys[m]), TENSOR, noise.LEFT, rows)
             delta += float(np.float32(c.amplitudes[m]) * np.float32(RHO)) * np.outer(left, pool[:, m % factors])
             want = (h.full + delta) @ x[j].cpu().numpy().astype(np.float64)
             worst = max(worst, float(np.abs(y[j].cpu().numpy() - want).max()))

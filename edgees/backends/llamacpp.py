@@ -31,7 +31,7 @@ from edgees.backends.base import (
     Memory,
     TensorInfo,
 )
-from edgees.backends.streams import Scheduler, StreamEngine
+from edgees.backends.streams import SEQUENCES, Scheduler, StreamEngine, output_rows
 from edgees.errors import EngineError, MissingExtra, ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
 from edgees.hf_layout import canonical, rope_permuted
@@ -44,10 +44,6 @@ log = logging.getLogger("edgees.llamacpp")
 
 MICRO_BATCH = 256
 """Tokens per graph: the product's cost per token is flat from here on, the compute buffer grows with it."""
-OUTPUT_BYTES = 48 << 20
-"""Room for a call's rows of logits, each of which costs 4 bytes times the vocabulary."""
-SEQUENCES = 32
-"""Sequences at once where nothing else is asked for."""
 CHUNK_BYTES = 4 << 20
 WORKING_VERSIONS = "0.3.36"
 """llama-cpp-python versions that the backend was tried with (named where another one is refused)."""
@@ -182,7 +178,7 @@ class _Context:
         self.engine, self.api = engine, engine.api
         self.length, self.parallel, self.micro = length, parallel, micro
         self.seamless = not engine.plain  # our attention and products: see csrc/llama/ops.h
-        self.outputs = min(max(OUTPUT_BYTES // (4 * engine.vocabulary), parallel), micro)
+        self.outputs = output_rows(engine.vocabulary, parallel, micro)
         api = self.api
         params = set_fields(
             api.llama_context_default_params(),
@@ -353,24 +349,11 @@ class LlamaCppEngine(StreamEngine):
             source, bos_token=self._piece(bos, True).decode("utf-8", "replace") if bos >= 0 else "",
             eos_token=self._piece(eos, True).decode("utf-8", "replace") if eos >= 0 else "",
         )  # fmt: skip
-        self._stop = self._end_of_turn()
+        ends = {i for i in range(self.vocabulary) if api.llama_vocab_is_eog(self.vocab, i)}
+        self._stop = frozenset(ends | self._behind_answer())
 
-    def _end_of_turn(self) -> frozenset[int]:
-        """Tokens that end a turn: llama.cpp's own list, and whatever the template puts behind an answer."""
-        api = self.api
-        found = {i for i in range(self.vocabulary) if api.llama_vocab_is_eog(self.vocab, i)}
-        mark = "edgees-answer"
-        try:
-            text = self.template.render(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], add_generation_prompt=False
-            )
-        except Exception as error:  # a template may refuse such a conversation; then llama.cpp's list has to do
-            log.debug("end of turn not probed: %s", error)
-            return frozenset(found)
-        tail = self._tokenize(text.split(mark)[-1], special=True)
-        if tail and api.llama_vocab_is_control(self.vocab, tail[0]):
-            found.add(tail[0])
-        return frozenset(found)
+    def _control(self, token: int) -> bool:
+        return bool(self.api.llama_vocab_is_control(self.vocab, token))
 
     def _choose(self, pattern: re.Pattern[str] | None) -> None:
         """Find out which tensors can be tuned: codec, name, finite, and really used by the graph as we think."""
@@ -466,20 +449,8 @@ class LlamaCppEngine(StreamEngine):
 
     # ---- what it is
     @property
-    def tensors(self) -> list[TensorInfo]:
-        return list(self._tensors)
-
-    @property
-    def frozen(self) -> list[tuple[str, str]]:
-        return list(self._frozen)
-
-    @property
     def base_hash(self) -> str:
         return self.file.sha256()
-
-    @property
-    def context_length(self) -> int:
-        return min(self._context_wanted or self.trained_context, self.trained_context)
 
     # ---- text
     def _tokenize(self, text: str, special: bool) -> list[int]:
@@ -499,19 +470,6 @@ class LlamaCppEngine(StreamEngine):
             buffer = ctypes.create_string_buffer(-n)
             n = self.api.llama_token_to_piece(self.vocab, token, buffer, -n, 0, special)
         return buffer.raw[:n]
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenize(text, special=False)
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        tokens = self._tokenize(self.template.render(messages), special=True)
-        if self._add_bos and tokens[:1] != [self._bos]:  # exactly one, whether the template writes it or not
-            tokens.insert(0, self._bos)
-        return tokens
-
-    def end_of_turn(self) -> frozenset[int]:
-        """Token ids at which a generated turn ends."""
-        return self._stop
 
     # ---- what has been learned
     def attach(self, delta: Delta) -> None:
@@ -596,16 +554,13 @@ class LlamaCppEngine(StreamEngine):
             plane = self._learned[t.source] = np.empty(shape, np.uint8)
         struct.bits, struct.plane, struct.span = bits, native.pointer(plane), 0
         if delta.generation == 0:
-            plane[:] = {2: 0xAA, 4: 0x88, 8: 0x80}[bits]  # all steps zero
+            plane[:] = blocks.EMPTY_STEPS[bits]
             return
-        pieces = ((self.file.raw(t.source, row, len(values)), values) for row, values, _ in self._delta_rows(t))
-        struct.span = blocks.plane_span(stored.type_name, pieces, t.rho)
-        for row, values, order in self._delta_rows(t):
-            n = len(values)
-            blocks.plane_encode(
-                stored.type_name, self.file.raw(t.source, row, n), values, order, self._dither, t.id, bits,
-                struct.span, t.rho, out=plane[row : row + n],
-            )  # fmt: skip
+        struct.span = blocks.plane_fill(
+            stored.type_name,
+            lambda: ((row, self.file.raw(t.source, row, len(v)), v, order) for row, v, order in self._delta_rows(t)),
+            self._dither, t.id, bits, t.rho, plane,
+        )  # fmt: skip
 
     def _lattice(self, struct: native.Tensor, t: TensorInfo) -> None:
         stored = self.file.tensors[t.source]
@@ -730,9 +685,6 @@ class LlamaCppEngine(StreamEngine):
         """:raises UsageError: a perturbed member where no noise is attached."""
         if member.amplitude and (self.plain or self._session is None):
             raise UsageError("this engine has no noise attached: only the unperturbed centre can be run")
-
-    def ends_turn(self, token: int) -> bool:
-        return token in self._stop
 
     def piece(self, token: int) -> bytes:
         return self._piece(token, False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,9 +19,16 @@ from typing import Protocol
 import numpy as np
 
 from edgees import native
-from edgees.backends.base import Completion, Member, Progress, Request, Score
+from edgees.backends.base import Completion, Member, Progress, Request, Score, TensorInfo
 from edgees.errors import UsageError
+from edgees.template import ChatTemplate
 
+log = logging.getLogger("edgees.streams")
+
+OUTPUT_BYTES = 48 << 20
+"""Room for a call's rows of logits, each of which costs 4 bytes times the vocabulary."""
+SEQUENCES = 32
+"""Sequences at once where nothing else is asked for."""
 SHARED_PREFIX = 16
 """Shorter common beginnings are computed again: copying a stream costs about as much."""
 FEW_STREAMS = 4
@@ -167,6 +175,11 @@ class Slot:
 def same(a: Member, b: Member) -> bool:
     """Whether two members are the same model (all unperturbed ones are the centre)."""
     return a.amplitude == b.amplitude and (a.amplitude == 0.0 or (a.key, a.slot) == (b.key, b.slot))
+
+
+def output_rows(vocabulary: int, parallel: int, micro: int) -> int:
+    """Rows of logits that a call of ``micro`` tokens may yield: within :data:`OUTPUT_BYTES`, one a stream at least."""
+    return min(max(OUTPUT_BYTES // (4 * vocabulary), parallel), micro)
 
 
 def runs(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -433,16 +446,72 @@ class Scheduler:
 
 
 class StreamEngine:
-    """What engines with streams have in common: requests to jobs, sampling and likelihoods.
+    """What engines with streams have in common: text, requests to jobs, sampling and likelihoods.
 
     vocabulary: numbers in a row of logits. Handles of rows are addresses of float32 in host memory.
     """
 
     vocabulary: int
+    trained_context: int
+    template: ChatTemplate
+    _context_wanted: int  # 0: by need
+    _tensors: list[TensorInfo]
+    _frozen: list[tuple[str, str]]
+    _bos: int  # -1: there is none
+    _add_bos: bool
+    _stop: frozenset[int]
+
+    # ---- what it is
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        return list(self._tensors)
+
+    @property
+    def frozen(self) -> list[tuple[str, str]]:
+        return list(self._frozen)
 
     @property
     def context_length(self) -> int:
+        return min(self._context_wanted or self.trained_context, self.trained_context)
+
+    # ---- text
+    def _tokenize(self, text: str, special: bool) -> list[int]:
         raise NotImplementedError
+
+    def _control(self, token: int) -> bool:
+        """Whether a token is none of text."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenize(text, special=False)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        tokens = self._tokenize(self.template.render(messages), special=True)
+        if self._add_bos and tokens[:1] != [self._bos]:  # exactly one, whether the template writes it or not
+            tokens.insert(0, self._bos)
+        return tokens
+
+    def end_of_turn(self) -> frozenset[int]:
+        """Token ids at which a generated turn ends."""
+        return self._stop
+
+    def ends_turn(self, token: int) -> bool:
+        return token in self._stop
+
+    def _behind_answer(self) -> set[int]:
+        """The control token that the template puts behind an answer."""
+        mark = "edgees-answer"
+        try:
+            text = self.template.render(
+                [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], add_generation_prompt=False
+            )
+        except Exception as error:  # a template may refuse such a conversation; then the model's own list has to do
+            log.debug("end of turn not probed: %s", error)
+            return set()
+        tail = self._tokenize(text.split(mark)[-1], special=True)
+        return {tail[0]} if tail and self._control(tail[0]) else set()
+
+    # ---- running
 
     def scheduler(self, length: int, jobs: int) -> Scheduler:
         """One whose streams hold ``length`` tokens each, for ``jobs`` jobs."""

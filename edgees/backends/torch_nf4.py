@@ -23,7 +23,7 @@ import numpy as np
 
 from edgees import blocks, native, nf4, noise
 from edgees.backends.base import CENTRE, Member, Memory, TensorInfo
-from edgees.backends.streams import Scheduler, StreamEngine
+from edgees.backends.streams import SEQUENCES, Scheduler, StreamEngine, output_rows
 from edgees.errors import MissingExtra, ModelError, UsageError, WillNotFit
 from edgees.hf_files import HfFolder
 from edgees.template import ChatTemplate
@@ -35,9 +35,6 @@ log = logging.getLogger("edgees.torch")
 
 MICRO_BATCH = {"cpu": 256, "cuda": 2048}
 """Tokens per call: where the product's cost per token stops to fall."""
-OUTPUT_BYTES = 48 << 20
-"""Room for a call's rows of logits, each of which costs 4 bytes times the vocabulary."""
-SEQUENCES = 32
 CHUNK_BYTES = 4 << 20
 ATTENTION = "edgees"
 """Name under which our attention is known to transformers."""
@@ -215,7 +212,7 @@ class _Streams:
         torch = engine.torch
         self.engine, self.length, self.parallel = engine, length, parallel
         self.micro = max(MICRO_BATCH.get(engine.device.type, 2048), parallel)
-        self.outputs = min(max(OUTPUT_BYTES // (4 * engine.vocabulary), parallel), self.micro)
+        self.outputs = output_rows(engine.vocabulary, parallel, self.micro)
         shape = (parallel, length, engine.kv_heads, engine.head_dim)
         try:  # zeros, because what no one may see is still multiplied with 0; untouched pages cost nothing
             self.k = [torch.zeros(shape, dtype=engine.dtype, device=engine.device) for _ in range(engine.layers)]
@@ -278,7 +275,7 @@ class _Streams:
         self._first, self._last, self._reach = streams[0], streams[-1] + 1, max(starts) + width
         with torch.inference_mode():
             outs = engine.announce(members, width, wanted)
-            hidden = engine.body(ids, places, self._masks(places, width), self)
+            hidden = engine.body(ids, places, self._masks(places), self)
             chosen = hidden.reshape(-1, hidden.shape[-1])[torch.tensor(wanted, device=device).reshape(-1)]
             self.logits = engine.head(chosen, outs).to("cpu", torch.float32).contiguous()
         for stream, start in zip(streams, starts, strict=True):
@@ -286,7 +283,7 @@ class _Streams:
         first, step = self.logits.data_ptr(), self.logits.stride(0) * 4
         return np.asarray(np.arange(self.logits.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
 
-    def _masks(self, places: Any, width: int) -> Any:
+    def _masks(self, places: Any) -> Any:
         """What is added to scores, [B, 1, heads/kv heads * T, L]; by kind of layer where the model has several."""
         engine, torch = self.engine, self.engine.torch
         cells = torch.arange(self._reach, device=engine.device)
@@ -396,26 +393,17 @@ class TorchEngine(StreamEngine):
         def text(token: int | None) -> str:
             return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
-        self._bos, eos = role("bos"), role("eos")
+        bos, eos = role("bos"), role("eos")
+        self._bos = -1 if bos is None else bos
         asked = settings.get("add_bos_token")
         probe = self._tokenizer.encode("x", add_special_tokens=True).ids
-        self._add_bos = asked if isinstance(asked, bool) else probe[:1] == [self._bos]
+        self._add_bos = bos is not None and (asked if isinstance(asked, bool) else probe[:1] == [bos])
         self._pieces = _Pieces(self._tokenizer)
-        self.template = ChatTemplate(self.folder.template, bos_token=text(self._bos), eos_token=text(eos))
-        self._stop = frozenset({*self.folder.stop_ids, *([] if eos is None else [eos]), *self._end_of_turn()})
+        self.template = ChatTemplate(self.folder.template, bos_token=text(bos), eos_token=text(eos))
+        self._stop = frozenset({*self.folder.stop_ids, *([] if eos is None else [eos]), *self._behind_answer()})
 
-    def _end_of_turn(self) -> set[int]:
-        """The special token that the template puts behind an answer."""
-        mark = "edgees-answer"
-        try:
-            rendered = self.template.render(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], add_generation_prompt=False
-            )
-        except Exception as error:  # a template may refuse such a conversation; then the configuration has to do
-            log.debug("end of turn not probed: %s", error)
-            return set()
-        tail = self._tokenize(rendered.split(mark)[-1], special=True)
-        return {tail[0]} if tail and self._pieces.special(tail[0]) else set()
+    def _control(self, token: int) -> bool:
+        return self._pieces.special(token)
 
     def _load(self, name: str, pattern: re.Pattern[str] | None) -> TensorInfo:
         """Bring a tensor to the device and measure its RMS."""
@@ -510,41 +498,13 @@ class TorchEngine(StreamEngine):
 
     # ---- what it is
     @property
-    def tensors(self) -> list[TensorInfo]:
-        return list(self._tensors)
-
-    @property
-    def frozen(self) -> list[tuple[str, str]]:
-        return list(self._frozen)
-
-    @property
     def base_hash(self) -> str:
         return self.folder.sha256()
-
-    @property
-    def context_length(self) -> int:
-        return min(self._context_wanted or self.trained_context, self.trained_context)
 
     # ---- text
     def _tokenize(self, text: str, special: bool) -> list[int]:
         self._tokenizer.encode_special_tokens = not special
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenize(text, special=False)
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        tokens = self._tokenize(self.template.render(messages), special=True)
-        if self._add_bos and self._bos is not None and tokens[:1] != [self._bos]:  # exactly one
-            tokens.insert(0, self._bos)
-        return tokens
-
-    def end_of_turn(self) -> frozenset[int]:
-        """Token ids at which a generated turn ends."""
-        return self._stop
-
-    def ends_turn(self, token: int) -> bool:
-        return token in self._stop
 
     def piece(self, token: int) -> bytes:
         return self._pieces.of(token)
@@ -620,21 +580,20 @@ class TorchEngine(StreamEngine):
             w.plane = self.torch.empty(shape, dtype=self.torch.uint8, device=self.device)
         w.bits, w.span = bits, 0
         if delta.generation == 0:
-            w.plane.fill_({2: 0xAA, 4: 0x88, 8: 0x80}[bits])  # all steps zero
+            w.plane.fill_(blocks.EMPTY_STEPS[bits])
             return
-        step = max(1, CHUNK_BYTES // (4 * t.cols))
-        starts = range(0, t.rows, step)
         raw = self._raw_rows(w)
-        pieces = ((raw(r, min(step, t.rows - r)), delta.rows(t.name, r, min(step, t.rows - r))) for r in starts)
-        w.span = blocks.plane_span(w.type_name, pieces, t.rho)
-        for r in starts:
-            n = min(step, t.rows - r)
-            order = np.arange(r, r + n, dtype=np.int32)
-            encoded = blocks.plane_encode(
-                w.type_name, raw(r, n), delta.rows(t.name, r, n), order, noise.dither_key(delta.spec.seed), t.id, bits,
-                w.span, t.rho,
-            )  # fmt: skip
-            w.plane[r : r + n] = self.torch.from_numpy(encoded).to(self.device)
+        here = w.plane if w.plane.device.type == "cpu" else self.torch.empty(w.plane.shape, dtype=w.plane.dtype)
+        w.span = blocks.plane_fill(
+            w.type_name,
+            lambda: (
+                (r, raw(r, n), delta.rows(t.name, r, n), np.arange(r, r + n, dtype=np.int32))
+                for r, n in _pieces_of(t.rows, t.cols)
+            ),
+            noise.dither_key(delta.spec.seed), t.id, bits, t.rho, here.numpy(),
+        )  # fmt: skip
+        if here is not w.plane:
+            w.plane.copy_(here)
 
     def _raw_rows(self, w: _Weight) -> Any:
         """(first row, rows) -> uint8 rows in the type of the codecs, from the device's own copy."""
@@ -664,10 +623,8 @@ class TorchEngine(StreamEngine):
 
     # ---- running
     def scheduler(self, length: int, jobs: int) -> Scheduler:
-        """Streams for sequences of ``length`` tokens. Nothing is taken over from an earlier call: what is computed
-
-        with what decides the last bits here, and a resumed run must find the same.
-        """
+        """Streams for sequences of ``length`` tokens. Nothing is taken over from an earlier call: what is computed with
+        what decides the last bits here, and a resumed run must find the same."""
         length = self.context_length if self._context_wanted else min(length, self.context_length)
         length = -(-length // 256) * 256
         if self._streams is None or self._streams.length < length:

@@ -174,7 +174,7 @@ class ToyEngine:
             return np.asarray(eps)
         total = np.zeros((info.rows, info.cols), np.float32)
         for j in range(spec.rank):
-            a = noise.sign_vector(member.key, info.id, 0x100 + j, info.rows)
+            a = noise.sign_vector(member.key, info.id, noise.LEFT + j, info.rows)
             total += np.outer(a, self._pools[info.name][:, (member.slot * spec.rank + j) % spec.factors])
         return np.asarray(total * np.float32(1 / np.sqrt(spec.rank)))
 
