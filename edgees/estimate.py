@@ -65,7 +65,7 @@ class Host:
     libraries: peak resident set of a run on a model of next to no size. entry: per token and per merge of the
     vocabulary, in Python and in the engine. kv: of one number in the cache. mapped: resident bytes per byte of a float
     weight that stays in its file. most: sequences at once. by_need: of these no more are made than there are jobs and
-    memory. seamless: see :class:`streams.Streams`.
+    memory. seamless, ragged: see :class:`streams.Streams`.
     """
 
     libraries: int
@@ -75,11 +75,12 @@ class Host:
     most: int
     by_need: bool
     seamless: bool
+    ragged: bool
 
 
-LLAMACPP = Host(libraries=60 * MIB, entry=300, kv=2, mapped=1, most=256, by_need=True, seamless=True)
+LLAMACPP = Host(libraries=60 * MIB, entry=300, kv=2, mapped=1, most=256, by_need=True, seamless=True, ragged=False)
 """``edgees tune`` on tests/models.py's tiny model (63 MiB); with 152 thousand tokens, and SmolLM2's 49 thousand."""
-TORCH = Host(libraries=355 * MIB, entry=290, kv=4, mapped=2, most=1 << 16, by_need=False, seamless=False)
+TORCH = Host(libraries=355 * MIB, entry=290, kv=4, mapped=2, most=1 << 16, by_need=False, seamless=False, ragged=True)
 """On the CPU, torch 2.13 and transformers 5.24: tests/hf_models.py's tiny model (361 MiB), SmolLM2-135M (712 MiB and
 more). Importing both and a model's code takes 326 MiB."""
 HOSTS = {"llamacpp": LLAMACPP, "torch": TORCH}
@@ -274,8 +275,9 @@ class Calls:
 class _Counting:
     """Streams that compute nothing, and a vocabulary in which no answer ends (:mod:`edgees.backends.streams`)."""
 
-    def __init__(self, parallel: int, micro: int, outputs: int, seamless: bool) -> None:
-        self.parallel, self.micro, self.outputs, self.seamless = parallel, micro, outputs, seamless
+    def __init__(self, parallel: int, micro: int, outputs: int, seamless: bool, ragged: bool) -> None:
+        self.parallel, self.micro, self.outputs = parallel, micro, outputs
+        self.seamless, self.ragged = seamless, ragged
         self.calls = Calls()
 
     def copy(self, source: int, target: int) -> None:
@@ -289,7 +291,7 @@ class _Counting:
         wanted: Sequence[Sequence[bool]], starts: Sequence[int],
     ) -> np.ndarray:  # fmt: skip
         outputs = sum(map(sum, wanted))
-        self.calls.shapes[sum(map(len, tokens)), outputs] += 1
+        self.calls.shapes[len(tokens) * max(map(len, tokens)), outputs] += 1
         self.calls.attended += sum(len(ids) * (start + len(ids) / 2) for ids, start in zip(tokens, starts, strict=True))
         return np.zeros(outputs, np.uint64)
 
@@ -371,7 +373,7 @@ class Work:
         streams: at once; micro, outputs: tokens and rows of logits of a call at most.
         """
         # Seamless streams draft answers when few are left: what that saves, replies are not taken to save.
-        seamless = HOSTS[self.chosen.engine].seamless
+        host = HOSTS[self.chosen.engine]
         rows, members, weights = self.task.train[: self.chosen.rows], 2 * self.chosen.pairs, self.weights
         probe = self.task.train[: tune.PROBE_ROWS]
         wanted: dict[str, tuple[Sequence[Row], int, bool]] = {"probe": (probe, 1, False)}
@@ -382,7 +384,7 @@ class Work:
         if max(weights) > 0.0:
             wanted |= {"likelihoods": (rows, members, True), "probe_likelihoods": (probe, 1, True)}
         return {
-            name: self._count(_Counting(streams, micro, outputs, seamless and what[2]), *what)
+            name: self._count(_Counting(streams, micro, outputs, host.seamless and what[2], host.ragged), *what)
             for name, what in wanted.items()
         }
 

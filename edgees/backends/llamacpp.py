@@ -177,6 +177,7 @@ class _Context:
     def __init__(self, engine: LlamaCppEngine, length: int, parallel: int, micro: int, threads: int) -> None:
         self.engine, self.api = engine, engine.api
         self.length, self.parallel, self.micro = length, parallel, micro
+        self.ragged = False  # llama.cpp would cut such a batch into several
         self.seamless = not engine.plain  # our attention and products: see csrc/llama/ops.h
         self.outputs = output_rows(engine.vocabulary, parallel, micro)
         api = self.api

@@ -31,6 +31,10 @@ SEQUENCES = 32
 """Sequences at once where nothing else is asked for."""
 SHARED_PREFIX = 16
 """Shorter common beginnings are computed again: copying a stream costs about as much."""
+ADMIT = 0.25
+"""Free streams wait until so large a share of all is free: their prompts then go through in few, well-filled calls."""
+CALL_COST = 64
+"""What a call costs whatever is in it, in tokens."""
 FEW_STREAMS = 4
 """So few running sequences leave room in a call: finished answers to the same prompt then draft what comes next."""
 DRAFT = 7
@@ -45,13 +49,14 @@ class Streams(Protocol):
     """What the scheduler needs of an engine's context.
 
     parallel: number of streams; micro: tokens per call; outputs: rows of logits per call, at least ``parallel``.
-    seamless: how a text is cut into calls changes no bit of it.
+    seamless: how a text is cut into calls changes no bit of it. ragged: a call may take pieces of different lengths.
     """
 
     parallel: int
     micro: int
     outputs: int
     seamless: bool
+    ragged: bool
 
     def copy(self, source: int, target: int) -> None:
         """Make stream ``target`` a copy of ``source``."""
@@ -67,7 +72,9 @@ class Streams(Protocol):
         wanted: Sequence[Sequence[bool]],
         starts: Sequence[int],
     ) -> np.ndarray:
-        """Compute ``tokens[i]`` (all of one length) on stream ``streams[i]`` (neighbours, ascending) at ``starts[i]``.
+        """Compute ``tokens[i]``, of one length unless ragged, on stream ``streams[i]`` (neighbours, ascending).
+
+        starts: tokens that each stream holds before it.
 
         Returns one handle per wanted token, in order, valid until the next call.
         """
@@ -238,7 +245,10 @@ class Scheduler:
         done, self.tokens = 0, 0
         self.answers.clear()
         while True:
-            fresh = self._admit_all(queue)
+            fresh = list[Slot]()
+            if self._worth_admitting():
+                self._compact()
+                fresh = self._admit_all(queue)
             if fresh:
                 first: dict[int, np.ndarray] = {}
                 for slot, rows in self._prefill(fresh):
@@ -345,6 +355,11 @@ class Scheduler:
                 done += 1
         return done
 
+    def _worth_admitting(self) -> bool:
+        """Whether enough streams are free for their new prompts to fill a call; when all are, always."""
+        free = sum(s.job is None for s in self.slots)
+        return free == len(self.slots) or free >= len(self.slots) * ADMIT
+
     def _admit_all(self, queue: Iterator[Job]) -> list[Slot]:
         fresh = []
         for slot in self.slots:
@@ -377,13 +392,14 @@ class Scheduler:
                 (followers if any(self._follows(slot, x) for x in leaders) else leaders).append(slot)
             while leaders:
                 run = next(runs(leaders))
-                group, width = self._piece(run)
+                group, widths = self._piece(run)
                 jobs = [s.job for s in group if s.job]
-                pieces = [j.tokens[len(s.held) : len(s.held) + width] for s, j in zip(group, jobs, strict=True)]
-                wanted = [j.wanted(len(s.held), width) for s, j in zip(group, jobs, strict=True)]
+                todo = list(zip(group, jobs, widths, strict=True))
+                pieces = [j.tokens[len(s.held) : len(s.held) + n] for s, j, n in todo]
+                wanted = [j.wanted(len(s.held), n) for s, j, n in todo]
                 starts = [len(s.held) for s in group]
                 rows = self.streams.decode([s.id for s in group], pieces, [j.member for j in jobs], wanted, starts)
-                self.tokens += width * len(group)
+                self.tokens += sum(widths)
                 at = 0
                 for slot, piece, want in zip(group, pieces, wanted, strict=True):
                     slot.held = slot.held + piece
@@ -396,33 +412,46 @@ class Scheduler:
                 self._admit(slot, slot.job)
             waiting = followers
 
-    def _piece(self, run: list[Slot]) -> tuple[list[Slot], int]:
+    def _piece(self, run: list[Slot]) -> tuple[list[Slot], list[int]]:
         """The next call for neighbouring streams: how many of them, and how many tokens of each, so as to fill it.
 
-        Bounded by the tokens of a call and by the rows of logits that it may yield. Where cuts show, no piece is, or
-        leaves, a single token of a longer text: llama.cpp attends to a single token with another kernel, whose sums
-        differ in the last bit.
+        Bounded by the tokens of a call and by the rows of logits that it may yield. A ragged call costs what its
+        longest piece costs for each stream.
         """
-        best: tuple[list[Slot], int] = (run[:1], 1)
+        best: tuple[list[Slot], list[int]] = (run[:1], [1])
+        worth = 0.0
         count = min(len(run), self.streams.micro)
         while count:
             group = run[:count]
-            width = self._width(group)
-            if width * count > best[1] * len(best[0]):
-                best = group, width
+            missing = [s.missing for s in group]
+            most = min((max if self.streams.ragged else min)(missing), self.streams.micro // count)
+            for width in range(most, 0, -1):
+                widths = [self._cut(n, width) for n in missing]
+                if all(widths) and self._outputs(group, widths) <= self.streams.outputs:
+                    gain = sum(widths) / (CALL_COST + count * max(widths))
+                    if gain > worth:
+                        best, worth = (group, widths), gain
+                    break
             count //= 2
         return best
 
-    def _width(self, group: list[Slot]) -> int:
-        """Most tokens that each stream of a group may go on by in one call; 0: they must be cut otherwise."""
-        missing = [s.missing for s in group]
-        for width in range(min(min(missing), self.streams.micro // len(group)), 0, -1):
-            whole = all(m == width for m in missing)
-            if self.streams.seamless or (width > 1 and all(m - width != 1 for m in missing)) or whole:
-                wanted = sum(sum(s.job.wanted(len(s.held), width)) for s in group if s.job)
-                if wanted <= self.streams.outputs:
-                    return width
-        return 0
+    def _cut(self, missing: int, width: int) -> int:
+        """How many of a text's missing tokens, at most ``width``, may go into a call; 0: they must be cut otherwise.
+
+        Where cuts show, no piece is, or leaves, a single token of a longer text: attention to a single token is another
+        kernel, whose sums differ in the last bit.
+        """
+        if missing <= width:
+            return missing
+        if self.streams.seamless:
+            return width
+        if missing - width == 1:
+            width = width - 1 if self.streams.ragged else 0
+        return width if width > 1 else 0
+
+    @staticmethod
+    def _outputs(group: Sequence[Slot], widths: Sequence[int]) -> int:
+        return sum(sum(s.job.wanted(len(s.held), n)) for s, n in zip(group, widths, strict=True) if s.job)
 
     @staticmethod
     def _follows(slot: Slot, leader: Slot) -> bool:

@@ -206,6 +206,7 @@ class _Streams:
     """
 
     seamless = False
+    ragged = True
     is_compileable = False
 
     def __init__(self, engine: TorchEngine, length: int, parallel: int) -> None:
@@ -267,9 +268,13 @@ class _Streams:
         starts: Sequence[int],
     ) -> np.ndarray:
         engine, torch = self.engine, self.engine.torch
-        width, device = len(tokens[0]), engine.device
-        ids = torch.tensor(tokens, device=device)
-        places = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        lengths, device = list(map(len, tokens)), engine.device
+        width = max(lengths)
+        # A shorter piece is filled up with its last token at its last place: what is stored there stays the same.
+        ids = torch.tensor([[*t, *t[-1:] * (width - len(t))] for t in map(list, tokens)], device=device)
+        wanted = [[*w, *[False] * (width - len(w))] for w in wanted]
+        begins, last = torch.tensor([starts, [n - 1 for n in lengths]], device=device)[:, :, None]
+        places = begins + torch.minimum(torch.arange(width, device=device), last)
         self._rows = torch.tensor(streams, device=device)[:, None]
         self._at = places
         self._first, self._last, self._reach = streams[0], streams[-1] + 1, max(starts) + width
@@ -278,8 +283,8 @@ class _Streams:
             hidden = engine.body(ids, places, self._masks(places), self)
             chosen = hidden.reshape(-1, hidden.shape[-1])[torch.tensor(wanted, device=device).reshape(-1)]
             self.logits = engine.head(chosen, outs).to("cpu", torch.float32).contiguous()
-        for stream, start in zip(streams, starts, strict=True):
-            self.held[stream] = start + width
+        for stream, start, n in zip(streams, starts, lengths, strict=True):
+            self.held[stream] = start + n
         first, step = self.logits.data_ptr(), self.logits.stride(0) * 4
         return np.asarray(np.arange(self.logits.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
 
