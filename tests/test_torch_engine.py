@@ -156,6 +156,28 @@ def test_many_streams_write_what_transformers_writes(tmp_path: Path, arch: str) 
         assert len({c.tokens for c in found}) > 20  # no constant answer
 
 
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_pieces_of_different_lengths_do_not_disturb_each_other(tmp_path: Path, arch: str) -> None:
+    folder = hf_models.tiny_hf(tmp_path / "m", arch)
+    with TorchEngine(folder, device="cpu", parallel=4) as engine:
+        scheduler = engine.scheduler(128, 4)
+        streams: Any = scheduler.streams
+        texts = [TOKENS[:11], TOKENS[20:22], TOKENS[30:67], TOKENS[70:75]]
+        alone = []
+        for i, text in enumerate(texts):  # each on its own stream, in a call of its own
+            streams.decode([i], [text], [CENTRE], [[True] * len(text)], [0])
+            alone.append(streams.logits.numpy().copy())
+        held = [t.clone() for t in (*streams.k, *streams.v)]
+        streams.decode([0, 1, 2, 3], texts, [CENTRE] * 4, [[True] * len(t) for t in texts], [0] * 4)
+        assert streams.logits.shape[0] == sum(map(len, texts))
+        np.testing.assert_array_equal(streams.logits.numpy(), np.concatenate(alone))
+        assert streams.held == [len(t) for t in texts]
+        for before, now in zip(held, (*streams.k, *streams.v), strict=True):
+            for i, text in enumerate(texts):
+                assert torch.equal(before[i, : len(text)], now[i, : len(text)])
+                assert not now[i, len(text) :].any()  # nothing behind a shorter piece
+
+
 def test_heads_tied_and_untied(tmp_path: Path) -> None:
     """Case 6: one tensor in both places, or two."""
     for tied in (True, False):
