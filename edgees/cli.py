@@ -341,7 +341,9 @@ def resume(run: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("history", type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="The base model that the history began with.")
-@click.option("--engine", metavar="TEXT", help="MODEL is another form of that base, for this engine: llamacpp, torch.")
+@click.option(
+    "--engine", type=click.Choice(["llamacpp", "torch"]), help="MODEL is another form of that base, for this engine."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Run folder to make.")
 @json_option
 def replay(history: Path, model: str, engine: str | None, out: Path, as_json: bool) -> None:
@@ -443,7 +445,7 @@ def evaluate(run: Path, task: str | None, rows: int, last: bool, as_json: bool) 
     metavar="TYPE",
     help="gguf: F32, F16, BF16, Q8_0 (default unless the base is of floats: what was scored, at half of F16), Q4_0, "
     "Q4_1, Q5_0, Q5_1, Q4_K_M and other K mixes (re-rounded: scored again, the loss is said), same. "
-    "safetensors: BF16 (default), F16, F32.",
+    "safetensors: BF16 (default), F16, F32, NF4 (bitsandbytes; re-rounded).",
 )
 @click.option("--last", is_flag=True, help="The last weights instead of the best on held-out rows.")
 @click.option("--verify", is_flag=True, help="Load the result in plain llama.cpp and compare it with what was scored.")

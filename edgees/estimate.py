@@ -960,14 +960,17 @@ def _card(chosen: Config, name: str) -> tuple[str, int | None]:
         if known is None:
             raise UsageError(f"--card {name!r} is not in the table", f"there are: {', '.join(CARDS)}; or use --budget")
         return known, CARDS[known].memory
-    if chosen.engine != "torch" or shutil.which("nvidia-smi") is None:
+    if chosen.engine != "torch" or chosen.device == "cpu":
         return "", None
-    command = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    number = chosen.device.partition(":")[2] or "0"
+    command = ["nvidia-smi", f"--id={number}", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         found, free = next(csv.reader(done.stdout.splitlines()))
         return _known_card(found) or found, int(free) * MIB
-    except (OSError, subprocess.SubprocessError, StopIteration, ValueError):  # a driver without a card
+    except (OSError, subprocess.SubprocessError, StopIteration, ValueError):  # no driver, or one without a card
+        if chosen.device:
+            raise UsageError(f"device = {chosen.device}: no such GPU here", "--card names another machine's") from None
         return "", None
 
 

@@ -327,7 +327,8 @@ class HfFolder:
                 size = os.fstat(file.fileno()).st_size
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
         except OSError as error:
-            raise ModelError(f"cannot read {self.path / name}: {error.strerror or error}") from error
+            hint = f"{INDEX} names it: is the folder complete?" if name != SINGLE else None
+            raise ModelError(f"cannot read {self.path / name}: {error.strerror or error}", hint) from error
         if data is None:
             raise ModelError(f"{self.path / name} is empty", "download the file again")
         self._maps.append(data)

@@ -389,6 +389,20 @@ def test_a_card_that_nobody_knows(folder: Path, capsys: pytest.CaptureFixture[st
     assert "'voodoo2' is not in the table" in error and "rtx4090" in error
 
 
+def test_a_device_that_is_not_here(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    asked = ("--engine", "torch", "--model", folder, "--device")
+    assert run(*asked, "cuda:1") == 2
+    error = capsys.readouterr().err
+    assert "device = cuda:1: no such GPU" in error and "--card" in error
+    assert run(*asked, "tpu") == 2
+    assert "cuda:NUMBER is needed" in capsys.readouterr().err
+    assert run(*asked, "cpu") == 0
+    assert run(*asked, "cuda", "--card", "rtx4090") == 0
+
+
 def test_the_torch_engine_has_no_lattice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--engine", "torch", "--model", folder, "--scope", "lattice") == 2
     assert "lattice" in capsys.readouterr().err

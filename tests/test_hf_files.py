@@ -437,8 +437,9 @@ def test_an_index_that_does_not_fit_its_files_is_named(sharded: Path) -> None:
     with pytest.raises(ModelError, match=rf"{other}: tensor 'nowhere\.weight' of .* is not in it"):
         HfFolder(sharded)
     remap(sharded, "gone.safetensors", "nowhere.weight")
-    with pytest.raises(ModelError, match=r"cannot read .*gone\.safetensors"):
+    with pytest.raises(ModelError, match=r"cannot read .*gone\.safetensors") as gone:
         HfFolder(sharded)
+    assert "is the folder complete?" in str(gone.value.hint)
     remap(sharded, "weights.bin", "nowhere.weight")
     with pytest.raises(ModelError, match=r"'weights\.bin' is no safetensors file"):
         HfFolder(sharded)

@@ -280,6 +280,15 @@ def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
             TorchEngine(folder, device="cpu")
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:63"])
+def test_a_gpu_that_is_not_there(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = hf_models.tiny_hf(tmp_path / "m", "llama")
+    with pytest.raises(UsageError, match=f"device = {device}: no such GPU"):
+        TorchEngine(folder, device=device)
+
+
 # ---- text
 def test_a_character_cut_by_the_limit(tmp_path: Path) -> None:
     """Case 19."""

@@ -309,7 +309,8 @@ class TorchEngine(StreamEngine):
     products and of torch, 0 = all processors. params: regular expression over tensor names; only those it finds are
     tuned. device: ``cuda``, ``cuda:1``, ``cpu``; empty: a GPU where there is one.
 
-    Errors: ModelError (damaged, unsupported or non-finite model), MissingExtra (no torch or transformers), WillNotFit.
+    Errors: ModelError (damaged, unsupported or non-finite model), MissingExtra (no torch or transformers), WillNotFit,
+    UsageError (no such device, or nothing to tune).
     """
 
     name = "torch"
@@ -330,6 +331,11 @@ class TorchEngine(StreamEngine):
         self.threads = native.threads(threads)
         torch.set_num_threads(self.threads)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            why = ops.describe()["why"] if not torch.cuda.is_available() else f"there are {torch.cuda.device_count()}"
+            raise UsageError(
+                f"device = {device}: no such GPU: {why}", "--device cpu, or leave it out; see edgees doctor"
+            )
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         if self.device.type != "cpu":
             ops.arm(self.device)  # compiles, tries and, where need be, warns now rather than in the first call
