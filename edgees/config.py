@@ -404,7 +404,7 @@ def _checked(config: Config, source: str) -> Config:
                 problem = f"more than {meta['above']:g} is needed"
             elif meta["high"] is not None and value > meta["high"]:
                 problem = f"at most {meta['high']:g} is allowed"
-        elif name == "device" and not re.fullmatch(r"(cpu|cuda(:\d{1,3})?)?", value):
+        elif name == "device" and not re.fullmatch(r"(cpu|cuda(:\d{1,2})?)?", value):
             problem = "cpu, cuda or cuda:NUMBER is needed"
         if problem:
             raise UsageError(f"{source}: {name} = {_show(value)}: {problem}", describe(name))

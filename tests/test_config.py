@@ -56,6 +56,8 @@ def test_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
         ("sigma", "big", "number"),
         ("sigma_end", 0, "more than 0"),
         ("noise", "uniform", "sign, lowrank, normal"),
+        ("device", "tpu", "cuda:NUMBER"),
+        ("device", "cuda:128", "cuda:NUMBER"),  # torch would read -128
         ("bits", 3, "2, 4, 8"),
         ("time", "soon", "15m"),
         ("shrink", "maybe", "true or false"),

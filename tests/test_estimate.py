@@ -13,6 +13,8 @@ from hf_models import tiny_hf
 from models import tiny_gguf, vocabulary
 
 from edgees import cli, config, estimate, tune
+from edgees.backends.base import CENTRE, Member, Request
+from edgees.backends.streams import Job, Scheduler
 from edgees.errors import ModelError, UsageError, WillNotFit
 
 MIB = 1 << 20
@@ -401,6 +403,28 @@ def test_a_device_that_is_not_here(
     assert "cuda:NUMBER is needed" in capsys.readouterr().err
     assert run(*asked, "cpu") == 0
     assert run(*asked, "cuda", "--card", "rtx4090") == 0
+
+
+def test_freed_streams_wait_for_company_and_share_a_call() -> None:
+    """Jobs that end one by one: their successors, of all lengths, come in calls of a quarter of the streams."""
+    streams = estimate._Counting(8, 256, 256, seamless=False, ragged=True)
+    calls: list[list[int]] = []
+    decode = streams.decode
+
+    def counted(ids: Any, tokens: Any, *rest: Any) -> Any:
+        calls.append([len(t) for t in tokens])
+        return decode(ids, tokens, *rest)
+
+    streams.decode = counted  # type: ignore[method-assign]
+    jobs = [
+        Job(i, Member(i, 0.1, 0), [1] * (5 + i), limit=2 + i, request=Request(CENTRE, (1,) * (5 + i), 2 + i))
+        for i in range(16)
+    ]
+    Scheduler(streams, streams).complete(jobs)
+    prompts = [c for c in calls if max(c) > 1]
+    assert prompts[0] == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert prompts[1:] == [[13, 14], [15, 16], [17, 18], [19, 20]]
+    assert all(job.outcome == "length" and len(job.generated) == job.limit for job in jobs)
 
 
 def test_the_torch_engine_has_no_lattice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,6 +178,20 @@ def test_pieces_of_different_lengths_do_not_disturb_each_other(tmp_path: Path, a
                 assert not now[i, len(text) :].any()  # nothing behind a shorter piece
 
 
+def test_a_short_piece_at_the_end_beside_a_long_one_at_the_beginning(tmp_path: Path) -> None:
+    """Places stay within the streams, though the longest piece would not fit behind the longest text."""
+    folder = hf_models.tiny_hf(tmp_path / "m", "llama")
+    with TorchEngine(folder, device="cpu", parallel=2) as engine:
+        streams: Any = engine.scheduler(256, 2).streams
+        full = [TOKENS[i % len(TOKENS)] for i in range(streams.length)]
+        streams.decode([0], [full[:-4]], [CENTRE], [[False] * (len(full) - 5) + [True]], [0])
+        streams.decode([0, 1], [full[-4:], TOKENS[:60]], [CENTRE] * 2, [[True] * 4, [True] * 60], [len(full) - 4, 0])
+        both = streams.logits.numpy().copy()
+        assert streams.held == [len(full), 60]
+        streams.decode([0], [full[-4:]], [CENTRE], [[True] * 4], [len(full) - 4])
+        np.testing.assert_array_equal(both[:4], streams.logits.numpy())
+
+
 def test_heads_tied_and_untied(tmp_path: Path) -> None:
     """Case 6: one tensor in both places, or two."""
     for tied in (True, False):

@@ -246,7 +246,7 @@ class Scheduler:
         self.answers.clear()
         while True:
             fresh = list[Slot]()
-            if self._worth_admitting():
+            if sum(s.job is None for s in self.slots) >= ADMIT * len(self.slots):
                 self._compact()
                 fresh = self._admit_all(queue)
             if fresh:
@@ -354,11 +354,6 @@ class Scheduler:
                 slot.job = None
                 done += 1
         return done
-
-    def _worth_admitting(self) -> bool:
-        """Whether enough streams are free for their new prompts to fill a call; when all are, always."""
-        free = sum(s.job is None for s in self.slots)
-        return free == len(self.slots) or free >= len(self.slots) * ADMIT
 
     def _admit_all(self, queue: Iterator[Job]) -> list[Slot]:
         fresh = []

@@ -277,14 +277,15 @@ class _Streams:
         places = begins + torch.minimum(torch.arange(width, device=device), last)
         self._rows = torch.tensor(streams, device=device)[:, None]
         self._at = places
-        self._first, self._last, self._reach = streams[0], streams[-1] + 1, max(starts) + width
+        ends = [start + n for start, n in zip(starts, lengths, strict=True)]
+        self._first, self._last, self._reach = streams[0], streams[-1] + 1, max(ends)
         with torch.inference_mode():
             outs = engine.announce(members, width, wanted)
             hidden = engine.body(ids, places, self._masks(places), self)
             chosen = hidden.reshape(-1, hidden.shape[-1])[torch.tensor(wanted, device=device).reshape(-1)]
             self.logits = engine.head(chosen, outs).to("cpu", torch.float32).contiguous()
-        for stream, start, n in zip(streams, starts, lengths, strict=True):
-            self.held[stream] = start + n
+        for stream, end in zip(streams, ends, strict=True):
+            self.held[stream] = end
         first, step = self.logits.data_ptr(), self.logits.stride(0) * 4
         return np.asarray(np.arange(self.logits.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
 
