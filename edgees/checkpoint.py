@@ -285,6 +285,7 @@ def generation_record(line: Mapping[str, Any]) -> dict[str, Any]:
         "sigma", "lr", "keep", "shrink", "loglik", "distinct", "majority", "length", "truncated", "overflow", "tokens",
         "reason",
     )  # fmt: skip
+    asked = line.get("answers") or 2 * len(line["coefs"]) * len(line.get("rows", ()))
     return {
         "generation": line["generation"] + 1,
         "reward": centre,
@@ -292,6 +293,7 @@ def generation_record(line: Mapping[str, Any]) -> dict[str, Any]:
         "reward_max": max(means, default=None),
         **{key: line[key] for key in keys if key in line},
         "excluded": len(line["excluded"]),
+        "invalid": len(line["excluded"]) / asked if asked else None,
         "seconds": line.get("seconds"),
     }
 
@@ -306,6 +308,7 @@ def evaluation_record(entry: Mapping[str, Any], best: bool) -> dict[str, Any]:
         "best": best,
         **{f"heldout_{key}": entry[key] for key in keys if key in entry},
         **{f"heldout_{name}": value for name, value in entry.get("metrics", {}).items()},
+        **{key: entry[key] for key in ("kl", "perplexity") if key in entry},
         "heldout_excluded": len(entry.get("excluded", [])),
         "heldout_seconds": entry.get("seconds"),
     }

@@ -310,6 +310,26 @@ def estimate(config: Path | None, card: str, budget: str, as_json: bool, **flags
 
 @cli.command(from_config=True)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=A|B",
+    help="Compare choices of a setting, e.g. 'sigma=.02|.04'; several: all combinations.",
+)
+@json_option
+def probe(config: Path | None, vary: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """What one pair of members can teach, from one generation: which sigma, tensors and noise. Nothing is changed."""
+    from edgees import config as settings
+    from edgees import probe as probing
+
+    with one_document(as_json) as document:
+        document |= probing.probe(settings.load(config, given(flags)), vary)
+        for line in [] if as_json else probing.lines(document):
+            click.echo(line)
+
+
+@cli.command(from_config=True)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Check everything, estimate the time, write nothing.")
 @json_option
 def tune(config: Path | None, dry_run: bool, as_json: bool, **flags: Any) -> None:

@@ -21,6 +21,10 @@ from typing import Any
 
 from edgees.errors import UsageError
 
+FINDINGS = (
+    "no-signal", "collapse", "hacking", "forgetting", "drift", "gap", "invalid", "length", "decay", "stall",
+)  # fmt: skip
+"""What the watchdogs (:mod:`edgees.watch`) can find, and ``stop_on`` may name."""
 DEFAULT_GENERATIONS = 10
 """In force when neither ``generations`` nor ``time`` is given."""
 
@@ -150,6 +154,12 @@ class Config:
     heldout: float = _setting(0.2, "fraction of the rows held out where the task has no split", low=0.0, high=0.9)
     limit: int = _setting(0, "use only the first so many training rows; 0: all", low=0)
     eval_every: int = _setting(2, "generations between held-out evaluations; 0: only first and last", low=0)
+    stop_on: tuple[str, ...] = _setting(
+        (),
+        "end the run, the best so far kept, when a watchdog finds this; several allowed",
+        choices=FINDINGS,
+        free=True,
+    )
     eval_rows: int = _setting(64, "held-out rows scored each time; 0: all", low=0)
 
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"hidden": True})
@@ -393,7 +403,7 @@ def _checked(config: Config, source: str) -> Config:
         if value is None:
             continue
         problem = ""
-        if meta["choices"] and value not in meta["choices"]:
+        if meta["choices"] and not set(value if isinstance(value, tuple) else (value,)) <= set(meta["choices"]):
             problem = "one of " + ", ".join(str(c) for c in meta["choices"]) + " is needed"
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             if not math.isfinite(value):

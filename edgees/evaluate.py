@@ -107,7 +107,7 @@ def settings_of(settings: Config, task: Task) -> rollout.Settings:
 
 def answer(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> Answers:
     """The centre's greedy answers to ``rows``, scored."""
-    played = rollout.play(engine, [CENTRE], rows, settings_of(settings, task))
+    played = rollout.play(engine, rollout.every([CENTRE], rows), settings_of(settings, task))
     texts = [t.completion for t in played]
     scores = scorer.score(rows, texts)
     metrics = {

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,10 @@ COLUMNS = (
     "best",
     "heldout_distinct",
     "heldout_majority",
+    "heldout_length",
+    "heldout_truncated",
+    "kl",
+    "perplexity",
     "loglik",
     "sigma",
     "lr",
@@ -43,9 +48,11 @@ COLUMNS = (
     "drift",
     "distinct",
     "majority",
+    "length",
     "truncated",
     "overflow",
     "excluded",
+    "invalid",
     "tokens",
     "seconds",
     "peak_rss_bytes",
@@ -54,9 +61,10 @@ COLUMNS = (
 members of the training reward; ``reward_std``, ``reward_max``: its standard deviation over members, the best of them;
 ``heldout``, ``heldout_se``: mean and standard error over held-out rows of what has been learned after that generation
 (generation 0 is the base), where it was evaluated; ``best``: 1 where that was the best so far; ``distinct``,
-``majority``: different answers, and the share of the commonest one, among training or held-out answers; ``loglik``:
-weight of the likelihood in the training reward; ``excluded``: rewards that could not be used;
-``seconds``: wall time."""
+``majority``: different answers, and the share of the commonest one, among training or held-out answers; ``length``:
+mean tokens of one; ``truncated``: those cut at the limit of tokens; ``kl``, ``perplexity``: nats a token from the base
+on fixed prompts, and perplexity on a general text; ``loglik``: weight of the likelihood in the training reward;
+``excluded``, ``invalid``: rewards that could not be used, and their share; ``seconds``: wall time."""
 
 Record = Mapping[str, Any]
 
@@ -330,6 +338,16 @@ def number(value: Any) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
+def _short(value: Any) -> str:
+    """Counts as they are, other figures with three digits."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _as_text(text: str) -> str:
+    """For Markdown: a scorer's own words in a finding make no markup and no new line."""
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+
+
 def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "-"
@@ -371,10 +389,16 @@ def table(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One dict per generation with the keys of :data:`COLUMNS`; of several lines on a generation later ones win."""
     merged: dict[int, dict[str, Any]] = {}
     for record in records:
-        if "generation" in record:
+        if "generation" in record and "finding" not in record:
             row = merged.setdefault(int(record["generation"]), {})
             row |= {key: value for key, value in record.items() if value is not None}
     return [{column: merged[generation].get(column) for column in COLUMNS} for generation in sorted(merged)]
+
+
+def findings(records: Sequence[Record]) -> list[Record]:
+    """What the watchdogs told (:meth:`edgees.watch.Finding.record`), in order, each once."""
+    told = {(r.get("generation"), r["finding"], bool(r.get("ended"))): r for r in records if "finding" in r}
+    return list(told.values())
 
 
 def write_csv(run: Path, rows: Sequence[Record]) -> Path:
@@ -388,8 +412,20 @@ def write_csv(run: Path, rows: Sequence[Record]) -> Path:
     return path
 
 
+HELD, TRAINED = "#0b6e4f", "#1f5aa6"
+SIGNS = (
+    ("KL from the base", "", "kl"),
+    ("perplexity", "", "perplexity"),
+    ("reply length", "length", "heldout_length"),
+    ("different answers", "distinct", ""),
+    ("share of invalid", "invalid", ""),
+)
+"""Small plots under the rewards: title, column of training, column of held-out evaluations."""
+
+
 def plot(run: Path, rows: Sequence[Record]) -> Path | None:
-    """plots/reward.png: held-out score with its standard error, and training reward with its spread over members.
+    """plots/reward.png: held-out score with its standard error, training reward with its spread over members, and below
+    them, small, those of :data:`SIGNS` that are known and not always 0.
 
     None where matplotlib is not installed.
     """
@@ -399,26 +435,40 @@ def plot(run: Path, rows: Sequence[Record]) -> Path | None:
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         return None
-    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    signs = [sign for sign in SIGNS if any(any(_columns(rows, "generation", y)[1]) for y in sign[1:] if y)]
+    figure = Figure(figsize=(8, 7.5 if signs else 6), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    heights = [3, 3, 1.5] if signs else [3, 3]
+    grid = figure.add_gridspec(len(heights), max(len(signs), 1), height_ratios=heights)
+    upper = figure.add_subplot(grid[0, :])
+    lower = figure.add_subplot(grid[1, :], sharex=upper)
+    upper.tick_params(labelbottom=False)
+    small = [figure.add_subplot(grid[2, place]) for place in range(len(signs))]
     held = _columns(rows, "generation", "heldout", "heldout_se")
     trained = _columns(rows, "generation", "reward", "reward_std")
     if held[0]:
-        upper.errorbar(*held[:2], yerr=held[2], fmt="o-", color="#0b6e4f", capsize=3, label="held-out score, ±1 s.e.")
+        upper.errorbar(*held[:2], yerr=held[2], fmt="o-", color=HELD, capsize=3, label="held-out score, ±1 s.e.")
         upper.axhline(held[1][0], color="#888888", linestyle="--", linewidth=1, label=f"start {held[1][0]:.3f}")
         upper.legend(loc="best")
     if trained[0]:
         low = [mean - spread for mean, spread in zip(trained[1], trained[2], strict=True)]
         high = [mean + spread for mean, spread in zip(trained[1], trained[2], strict=True)]
-        lower.plot(*trained[:2], marker=".", color="#1f5aa6", label="mean over members")
-        lower.fill_between(trained[0], low, high, color="#1f5aa6", alpha=0.2, label="±1 s.d. over members")
+        lower.plot(*trained[:2], marker=".", color=TRAINED, label="mean over members")
+        lower.fill_between(trained[0], low, high, color=TRAINED, alpha=0.2, label="±1 s.d. over members")
         lower.legend(loc="best")
     upper.set_ylabel("held-out score")
     lower.set_ylabel("training reward")
     lower.set_xlabel("generation")
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for axes in (upper, lower):
+    for axes, (title, in_training, in_heldout) in zip(small, signs, strict=True):
+        for y, style, color in ((in_training, "-", TRAINED), (in_heldout, "o-", HELD)):
+            if y:
+                axes.plot(*_columns(rows, "generation", y)[:2], style, color=color, markersize=3)
+        axes.set_title(title, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_ylim(bottom=0)
+    for axes in (lower, *small):
+        axes.xaxis.set_major_locator(MaxNLocator(5 if axes in small else "auto", integer=True, min_n_ticks=1))
+    for axes in (upper, lower, *small):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     upper.set_title(run.name)
@@ -430,7 +480,7 @@ def plot(run: Path, rows: Sequence[Record]) -> Path | None:
     return path
 
 
-def _columns(rows: Sequence[Record], x: str, y: str, error: str) -> tuple[list[float], list[float], list[float]]:
+def _columns(rows: Sequence[Record], x: str, y: str, error: str = "") -> tuple[list[float], list[float], list[float]]:
     known = [row for row in rows if row.get(y) is not None and math.isfinite(row[y])]
     return [row[x] for row in known], [row[y] for row in known], [row.get(error) or 0.0 for row in known]
 
@@ -438,8 +488,24 @@ def _columns(rows: Sequence[Record], x: str, y: str, error: str) -> tuple[list[f
 PLOT_HINT = "no plot: matplotlib is not installed (pip install matplotlib, then: edgees report RUN)"
 
 
-def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Record | None, picture: bool) -> Path:
-    """README.md of the run folder: what was tuned, how it went, what to do next."""
+_EXTRA = (
+    ("tokens a reply", "heldout_length"),
+    ("cut off", "heldout_truncated"),
+    ("KL from the base", "kl"),
+    ("perplexity", "perplexity"),
+)
+"""Columns of the page's table that are left out where nothing is known of them."""
+
+
+def write_page(
+    run: Path,
+    rows: Sequence[Record],
+    settings: Record,
+    summary: Record | None,
+    picture: bool,
+    told: Sequence[Record] = (),
+) -> Path:
+    """README.md of the run folder: what was tuned, how it went, what was found wrong (``told``), what to do next."""
     lines = [f"# {run.name}", ""]
     if settings:
         lines += [f"`{settings.get('model')}` tuned on `{settings.get('task')}` by edgees.", ""]
@@ -449,16 +515,18 @@ def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Rec
         lines += ["![held-out score and training reward per generation](plots/reward.png)", ""]
     evaluated = [row for row in rows if row.get("heldout") is not None]
     if evaluated:
-        lines += [
-            "| after generation | held-out score | s.e. | different answers | the commonest |",
-            "|---|---|---|---|---|",
-        ]
+        extra = [(name, y) for name, y in _EXTRA if any(row.get(y) is not None for row in evaluated)]
+        names = ["after generation", "held-out score", "s.e.", "different answers", "the commonest", *dict(extra)]
+        lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
         for r in evaluated:
             share = "-" if r.get("heldout_majority") is None else f"{r['heldout_majority']:.0%}"
-            lines.append(
-                f"| {r['generation']} | {number(r['heldout'])} | {number(r.get('heldout_se'))} "
-                f"| {r.get('heldout_distinct') or '-'} | {share} |"
-            )
+            cells = [number(r["heldout"]), number(r.get("heldout_se")), str(r.get("heldout_distinct") or "-"), share]
+            cells += [_short(r.get(y)) for _, y in extra]
+            lines.append(f"| {r['generation']} | {' | '.join(cells)} |")
+        lines.append("")
+    if told:
+        lines += ["## What the watchdogs said", ""]
+        lines += [f"- after generation {r['generation']}: **{r['finding']}**: {_as_text(r['text'])}" for r in told]
         lines.append("")
     lines += [
         "## Next",
@@ -487,8 +555,9 @@ def write_page(run: Path, rows: Sequence[Record], settings: Record, summary: Rec
 
 def write(run: Path, settings: Record | None = None, summary: Record | None = None) -> tuple[list[Path], list[str]]:
     """metrics.csv, plots/reward.png and README.md anew from metrics.jsonl. Returns the files and what is to be said."""
-    rows = table(read_metrics(run))
+    records = read_metrics(run)
+    rows = table(records)
     picture = plot(run, rows)
     files = [write_csv(run, rows), *([picture] if picture else [])]
-    files.append(write_page(run, rows, settings or {}, summary, picture is not None))
+    files.append(write_page(run, rows, settings or {}, summary, picture is not None, findings(records)))
     return files, [] if picture else [PLOT_HINT]

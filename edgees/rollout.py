@@ -1,4 +1,4 @@
-"""Members x rows -> trajectories: what every member answered to every row, or how likely the right answer was to it."""
+"""(member, row) -> trajectory: what a member answered to a row, or how likely the right answer was to it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from edgees.population import request_seed
 from edgees.tasks.rows import Row
 
 Conversation = Callable[[Row], Sequence[dict[str, str]]]
+Rollout = tuple[Member, Row]
+"""Who plays what."""
 
 
 @dataclass(frozen=True)
@@ -35,59 +37,60 @@ class Trajectory:
     outcome: str = "stop"
 
 
+def every(members: Sequence[Member], rows: Sequence[Row]) -> list[Rollout]:
+    """Every member on every row; member-major, rows in order."""
+    return [(member, row) for member in members for row in rows]
+
+
 def play(
-    engine: Engine,
-    members: Sequence[Member],
-    rows: Sequence[Row],
-    settings: Settings,
-    progress: Progress | None = None,
+    engine: Engine, rollouts: Sequence[Rollout], settings: Settings, progress: Progress | None = None
 ) -> list[Trajectory]:
-    """Every member answers every row; member-major, rows in order.
+    """Each rollout's trajectory, in order.
 
     A row whose prompt leaves no room in the context ends at once with outcome ``overflow`` and an empty answer.
     """
-    prompts = [tuple(engine.encode_chat(settings.conversation(row))) for row in rows]
-    seeds = [request_seed(settings.seed, settings.generation, row.id) for row in rows]
+    prompts: dict[str, tuple[int, ...]] = {}
     requests: list[Request] = []
     places: list[int] = []
     result: list[Trajectory | None] = []
-    for member in members:
-        for row, prompt, seed in zip(rows, prompts, seeds, strict=True):
-            if len(prompt) >= engine.context_length:
-                result.append(Trajectory(member, row, "", (), "overflow"))
-                continue
-            places.append(len(result))
-            result.append(None)
-            requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
+    for member, row in rollouts:
+        if row.id not in prompts:
+            prompts[row.id] = tuple(engine.encode_chat(settings.conversation(row)))
+        prompt = prompts[row.id]
+        if len(prompt) >= engine.context_length:
+            result.append(Trajectory(member, row, "", (), "overflow"))
+            continue
+        places.append(len(result))
+        result.append(None)
+        seed = request_seed(settings.seed, settings.generation, row.id)
+        requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
     done = engine.generate(requests, progress) if requests else []
     for place, completion in zip(places, done, strict=True):
-        member, row = members[place // len(rows)], rows[place % len(rows)]
+        member, row = rollouts[place]
         result[place] = Trajectory(member, row, completion.text, completion.tokens, completion.outcome)
     return [t for t in result if t is not None]
 
 
 def likelihood(
-    engine: Engine,
-    members: Sequence[Member],
-    rows: Sequence[Row],
-    settings: Settings,
-    progress: Progress | None = None,
+    engine: Engine, rollouts: Sequence[Rollout], settings: Settings, progress: Progress | None = None
 ) -> list[Score | None]:
-    """Log-likelihood of each row's reference answer to each member; member-major. None: it does not fit the context.
+    """Log-likelihood of each rollout's reference answer, in order. None: it does not fit the context.
 
     :raises UsageError: a row without an answer.
     """
-    pairs = []
-    for row in rows:
-        if row.answer is None:
-            raise UsageError(
-                f"row {row.id} has no answer, and loglik needs one in every row", "add answers, or loglik = 0"
-            )
-        prompt, target = reference(engine, settings.conversation(row), row.answer)
-        pairs.append((prompt, target) if len(prompt) + len(target) <= engine.context_length else None)
-    requests = [(member, *pair) for member in members for pair in pairs if pair is not None]
+    texts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    fits: list[bool] = []
+    for _, row in rollouts:
+        if row.id not in texts:
+            if row.answer is None:
+                raise UsageError(
+                    f"row {row.id} has no answer, and loglik needs one in every row", "add answers, or loglik = 0"
+                )
+            texts[row.id] = reference(engine, settings.conversation(row), row.answer)
+        fits.append(sum(map(len, texts[row.id])) <= engine.context_length)
+    requests = [(member, *texts[row.id]) for (member, row), fit in zip(rollouts, fits, strict=True) if fit]
     scores = iter(engine.loglik(requests, progress) if requests else [])
-    return [None if pair is None else next(scores) for _ in members for pair in pairs]
+    return [next(scores) if fit else None for fit in fits]
 
 
 def reference(

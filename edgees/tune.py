@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from edgees import __version__, config, merge, model_path, native, report, rewards, rollout
-from edgees.backends.base import CENTRE, Engine, Member
+from edgees import __version__, config, merge, model_path, native, report, rewards, rollout, watch
+from edgees.backends.base import CENTRE, Engine, Member, Request, Score
 from edgees.checkpoint import (
     RunFolder,
     append_line,
@@ -37,7 +37,7 @@ from edgees.config import Config
 from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError, UsageError
 from edgees.history import History, short_float32s, with_header
-from edgees.population import Population, RowOrder, sigma_at
+from edgees.population import Population, RowOrder, request_seed, sigma_at
 from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
@@ -46,6 +46,9 @@ from edgees.tasks.rows import Row, Task
 from edgees.update import Update, loglik_weight, mix, update
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+REPLY, PIECE, OVERLAP = 24, 64, 8
+"""Tokens of the base's replies to general prompts, and of the pieces of general text, whose first ones are not scored.
+Short, so that they need no longer context than the task does."""
 PROBE_ROWS = 8
 """Rows that are answered to estimate how long a run will take."""
 
@@ -259,7 +262,7 @@ def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     """Everything that a run is made of but its folder."""
 
     config: Config
@@ -296,6 +299,11 @@ class _Setup:
         return [row for row in rows if row.id in names]
 
 
+def open_setup(config: Config, stack: ExitStack) -> Setup:
+    """Rows, scorer and model of a configuration, checked as for a run; closed with ``stack``."""
+    return _open(config, None, None, None, stack)
+
+
 def _open(
     config: Config,
     engine: Engine | None,
@@ -303,7 +311,7 @@ def _open(
     scorer: Scorer | None,
     stack: ExitStack,
     begun: History | None = None,
-) -> _Setup:
+) -> Setup:
     """What is not given is made, the cheap before the dear: rows, scorer (tried on a dry run), model.
 
     begun: the journal of a run that is to go on with just these rows and this model.
@@ -332,7 +340,7 @@ def _open(
                 f"the engine sees other tensors than {begun.path.parent} began with",
                 "use the edgees version that began it",
             )
-    return _Setup(config, task, scorer, engine, models.close)
+    return Setup(config, task, scorer, engine, models.close)
 
 
 def open_task(config: Config) -> Task:
@@ -414,7 +422,7 @@ class Costs:
     reply: float
     loglik: float
 
-    def of_run(self, setup: _Setup) -> float:
+    def of_run(self, setup: Setup) -> float:
         """Seconds that a run will take, evaluations included."""
         c, total = setup.config, setup.config.max_generations
         if total is None:
@@ -428,15 +436,23 @@ class Costs:
         return min(seconds, c.time) if c.time else seconds
 
 
-def probe(setup: _Setup) -> tuple[Costs, list[Trajectory]]:
+def probe(setup: Setup) -> tuple[Costs, list[Trajectory]]:
     """Measure :class:`Costs` on a few rows, answered by the model as it is; also those answers."""
     rows = setup.task.train[:PROBE_ROWS]
     began = time.monotonic()
-    answers = rollout.play(setup.engine, [CENTRE], rows, setup.replies(0, 0.0))
+    answers = rollout.play(setup.engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
     reply, began = (time.monotonic() - began) / len(rows), time.monotonic()
     if setup.config.loglik > 0.0:
-        rollout.likelihood(setup.engine, [CENTRE], rows, setup.replies(0, 0.0))
+        rollout.likelihood(setup.engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
     return Costs(reply, (time.monotonic() - began) / len(rows)), answers
+
+
+def general_texts(engine: Engine) -> tuple[list[tuple[int, ...]], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """What forgetting is measured on, as tokens: prompts, and (beginning, rest) of each piece of the general text."""
+    prompts = [tuple(engine.encode_chat([{"role": "user", "content": text}])) for text in watch.PROMPTS]
+    text = tuple(engine.encode(watch.TEXT))
+    pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    return prompts, [(piece[:OVERLAP], piece[OVERLAP:]) for piece in pieces if len(piece) > OVERLAP]
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -459,7 +475,7 @@ class _Generation:
 class _Run:
     """One process's work on a run: :meth:`loop` is the algorithm, everything below it a detail."""
 
-    def __init__(self, setup: _Setup, folder: RunFolder, history: History, delta: Delta, observer: Observer) -> None:
+    def __init__(self, setup: Setup, folder: RunFolder, history: History, delta: Delta, observer: Observer) -> None:
         self.setup, self.folder, self.history, self.delta, self.observer = setup, folder, history, delta, observer
         self.config, self.task, self.engine, self.scorer = setup.config, setup.task, setup.engine, setup.scorer
         self.sigma = self.config.sigma if self.config.sigma_abs is None else self.config.sigma_abs
@@ -469,7 +485,10 @@ class _Run:
         self.mark = time.monotonic()
         self.phases: dict[str, float] = {}
         self.last_phases: dict[str, float] = {}
-        self.warned = False
+        wanted = Counter(row.answer for row in setup.heldout() if row.answer is not None)
+        self.watch = watch.Watch(max(wanted.values(), default=0) / max(wanted.total(), 1), self.config.drift_budget)
+        self.watch.catch_up(history.lines, history.evals)
+        self.stopped = False
 
     def loop(self) -> None:
         """Perturb, play, score, step; journal first, weights second. Ends when the run is over."""
@@ -539,7 +558,10 @@ class _Run:
         return min(1.0, self.history.seconds() / self.config.time)
 
     def over(self) -> bool:
-        """No generation is left, or none that would end, with the last evaluation, within the time."""
+        """No generation is left, none that would end, with the last evaluation, within the time, or a watchdog stopped
+        the run."""
+        if self.stopped:
+            return True
         lines, evals, limit = self.history.lines, self.history.evals, self.config.time
         total = self.config.max_generations
         if total is not None and len(lines) >= total:
@@ -586,18 +608,19 @@ class _Run:
         """Every member on every row: rewards, or likelihoods, or a mixture of both by ``weight``."""
         shape = (len(members) // 2, 2, len(rows))
         settings = self.setup.replies(generation, self.config.temperature)
-        progress = self.progress(len(members) * len(rows))
+        rollouts = rollout.every(members, rows)
+        progress = self.progress(len(rollouts))
         made = _Generation(np.empty(0))
         scored = likely = None
         if weight < 1.0:
-            made.answers = rollout.play(self.engine, members, rows, settings, progress)
+            made.answers = rollout.play(self.engine, rollouts, settings, progress)
             made.tokens += sum(len(t.tokens) for t in made.answers)
             made.processed += progress.tokens
             self.lap("generate")
             scored = np.array(self.score(made.answers, made.excluded)).reshape(shape)
             self.lap("score")
         if weight > 0.0:
-            scores = rollout.likelihood(self.engine, members, rows, settings, progress)
+            scores = rollout.likelihood(self.engine, rollouts, settings, progress)
             made.tokens += sum(s.tokens for s in scores if s is not None)
             made.processed += progress.tokens
             likely = np.array([math.nan if s is None else s.mean for s in scores]).reshape(shape)
@@ -640,7 +663,7 @@ class _Run:
         """Score the unperturbed centre on the held-out rows, greedily; keep it if it is the best so far."""
         rows = self.setup.heldout()
         progress = self.progress(len(rows))
-        answers = rollout.play(self.engine, [CENTRE], rows, self.setup.replies(0, 0.0), progress)
+        answers = rollout.play(self.engine, rollout.every([CENTRE], rows), self.setup.replies(0, 0.0), progress)
         self.stop.check()
         self.lap("generate")
         excluded: list[list[Any]] = []
@@ -663,6 +686,13 @@ class _Run:
             "excluded": excluded,
             **_texts(answers),
         }
+        entry |= self.general(entry)
+        if self.config.loglik > 0.0:
+            scores = rollout.likelihood(
+                self.engine, rollout.every([CENTRE], rows), self.setup.replies(0, 0.0), progress
+            )
+            entry["loglik"] = _per_token([score for score in scores if score is not None])
+            self.lap("loglik")
         best = self.history.best()
         self.history.append({**entry, "seconds": self.seconds()})
         better = entry["mean"] is not None and (best is None or entry["mean"] > best["mean"])
@@ -671,18 +701,41 @@ class _Run:
         record = evaluation_record(self.history.evals[-1], better)
         append_line(self.folder.path / "metrics.jsonl", record)
         self.observer.on_eval(record)
-        self.warn_of_constant_answer(entry, rows)
+        self.look(generation)
 
-    def warn_of_constant_answer(self, entry: dict[str, Any], rows: Sequence[Row]) -> None:
-        """Once, where nearly all held-out answers are one text though the reference answers are not."""
-        wanted = Counter(row.answer for row in rows if row.answer is not None)
-        natural = max(wanted.values(), default=0) / len(rows)
-        if not self.warned and len(rows) >= 8 and entry["eval"] and entry["majority"] >= 0.8 > natural:
-            self.warned = True
-            self.observer.on_message(
-                f"{entry['majority']:.0%} of the held-out answers are the same text: the reward may pay one constant "
-                "answer too well"
-            )
+    def general(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """How far the model has moved where nobody meant to change it: ``kl`` and ``perplexity`` of an evaluation.
+
+        KL(base | centre) in nats a token is estimated on replies that the base itself gave, sampled at temperature 1
+        before the first generation; they stand in that evaluation's line. Fewer than all tokens of the vocabulary are
+        seen, so the estimate has an error of its own, of about a tenth.
+        """
+        evals = self.history.evals
+        first = evals[0].get("general") if evals else None
+        if first is None and entry["eval"]:
+            return {}  # a run begun before this was measured
+        engine = self.engine
+        prompts, pieces = general_texts(engine)
+        if first is None:
+            asked = [Request(CENTRE, p, REPLY, 1.0, request_seed(0, 0, str(i))) for i, p in enumerate(prompts)]
+            first = {"replies": [list(reply.tokens) for reply in engine.generate(asked)]}
+        replies = [(p, tuple(r)) for p, r in zip(prompts, first["replies"], strict=True) if r]
+        scores = engine.loglik([(CENTRE, *pair) for pair in [*replies, *pieces]])
+        told, read = scores[: len(replies)], scores[len(replies) :]
+        mean = _per_token(told)
+        first = {"loglik": mean, **first}
+        found = {"kl": first["loglik"] - mean, "perplexity": math.exp(min(-_per_token(read), 700.0))}
+        self.lap("general")
+        return found if entry["eval"] else {**found, "general": first}
+
+    def look(self, generation: int) -> None:
+        """Let the watchdogs look at the journal; say what they find, and stop where the user asked for it."""
+        for finding in self.watch.see(self.history.lines, self.history.evals):
+            append_line(self.folder.path / "metrics.jsonl", finding.record(generation))
+            self.observer.on_message(f"{finding.kind}: {finding.text}")
+            if finding.kind in self.config.stop_on and not finding.ended:
+                self.stopped = True
+                self.observer.on_message(f"the run ends here, as stop_on = {finding.kind} asks; the best is kept")
 
     def progress(self, total: int) -> _Progress:
         return _Progress(self.stop, self.observer, total)
@@ -702,6 +755,7 @@ class _Run:
         self.observer.on_generation(record)
         if step.reason:
             self.observer.on_message(f"generation {generation + 1}: {step.reason}")
+        self.look(generation + 1)
 
     def trace(self, name: str, answers: Sequence[Trajectory], values: Sequence[float]) -> None:
         """Every answer of a generation with its reward, for people to read."""
@@ -798,6 +852,11 @@ def peak_rss_bytes() -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return int(peak) if sys.platform == "darwin" else int(peak) * 1024
     return 0
+
+
+def _per_token(scores: Sequence[Score]) -> float:
+    """Mean log-likelihood, nats a token; 0 for no scores."""
+    return sum(s.sum for s in scores) / max(sum(s.tokens for s in scores), 1)
 
 
 def _numbers(values: Iterable[float]) -> list[float | None]:

@@ -76,8 +76,8 @@ class Study:
 
     def score(self, engine: LlamaCppEngine) -> dict[str, list[float]]:
         """Per row: mean log-likelihood of the reference call, greedy reward."""
-        likely = rollout.likelihood(engine, [CENTRE], self.rows, self.settings)
-        played = rollout.play(engine, [CENTRE], self.rows, self.settings)
+        likely = rollout.likelihood(engine, rollout.every([CENTRE], self.rows), self.settings)
+        played = rollout.play(engine, rollout.every([CENTRE], self.rows), self.settings)
         scores = self.scorer.score(self.rows, [t.completion for t in played])
         return {"loglik": [s.mean for s in likely if s], "reward": scores.rewards}
 

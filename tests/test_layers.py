@@ -32,10 +32,10 @@ ROWS: list[list[str]] = [
     ["history"],
     ["checkpoint"],
     ["merge", "moments"],
-    ["evaluate", "report"],
+    ["evaluate", "report", "watch"],
     ["context", "export"],
     ["tune"],
-    ["doctor", "estimate", "serve"],
+    ["doctor", "estimate", "probe", "serve"],
     ["cli"],
     ["__main__"],
 ]

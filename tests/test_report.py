@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from edgees import report
+from edgees.checkpoint import evaluation_record, generation_record
 from edgees.errors import RunError
 
 START = {
@@ -184,12 +185,26 @@ def test_metrics_become_one_row_per_generation(run: Path) -> None:
     assert tuple(rows[0]) == report.COLUMNS
 
 
-def test_the_plot_is_a_picture_of_a_readable_size(run: Path) -> None:
+def picture_size(run: Path) -> tuple[int, int]:
     report.write(run)
     png = (run / "plots" / "reward.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
-    assert (width, height) == (960, 720)
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+
+
+def write_records(run: Path, *records: dict[str, Any]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_plot_is_a_picture_of_a_readable_size(run: Path) -> None:
+    """With a row of small plots below where there is something to show in it; figures that are all 0 are not."""
+    assert picture_size(run) == (960, 900)  # distinct answers
+    reward = {"generation": 1, "reward": 0.5, "invalid": 0.0}
+    write_records(run, BASE, reward)
+    assert picture_size(run) == (960, 720)
+    for more in ({"kl": 0.1}, {"perplexity": 20.0}, {"length": 5.0}, {"heldout_length": 5.0}, {"invalid": 0.1}):
+        write_records(run, BASE, reward | more)
+        assert picture_size(run) == (960, 900), more
 
 
 def test_without_matplotlib_everything_else_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +227,60 @@ def test_the_page_says_what_how_and_what_next(run: Path) -> None:
     assert "| 2 | 0.500 | 0.125 | 3 | 90% |" in page  # case 30
     assert "edgees export 'my run' --to gguf --out 'my run-gguf' --verify" in page
     assert "](plots/reward.png)" in page
+
+
+SIGNS = {"kl": 0.125, "perplexity": 21.46, "heldout_length": 11.5, "heldout_truncated": 3}
+TOLD: list[dict[str, Any]] = [
+    {"generation": 0, "finding": "length", "text": "cut <b>short</b>\nby `score.py`"},
+    {"generation": 2, "finding": "decay", "text": "it falls"},
+    {"generation": 2, "finding": "decay", "text": "it falls"},  # told again by a resumed run
+    {"generation": 3, "finding": "decay", "text": "what was found before no longer holds", "ended": True},
+]
+
+
+def test_signs_of_forgetting_stand_in_the_table_and_the_page(run: Path) -> None:
+    write_records(run, BASE, FIRST | {"invalid": 0.0625, "length": 9.5}, SECOND, LAST | SIGNS)
+    report.write(run)
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kl"] for row in rows] == ["", "", "0.125"]
+    assert [row["perplexity"] for row in rows] == ["", "", "21.46"]
+    assert [rows[1]["invalid"], rows[1]["length"], rows[2]["heldout_length"]] == ["0.0625", "9.5", "11.5"]
+    page = (run / "README.md").read_text()
+    assert "| the commonest | tokens a reply | cut off | KL from the base | perplexity |\n|---|" in page
+    assert "| 0 | 0.250 | 0.062 | - | - | - | - | - | - |" in page
+    assert "| 2 | 0.500 | 0.125 | 3 | 90% | 11.5 | 3 | 0.125 | 21.5 |" in page
+
+
+def test_what_the_watchdogs_said_is_on_the_page(run: Path) -> None:
+    report.write(run)
+    assert "watchdogs" not in (run / "README.md").read_text()  # as in runs of before there were any
+    write_records(run, BASE, FIRST, *TOLD, SECOND, LAST)
+    report.write(run)
+    page = (run / "README.md").read_text()
+    assert page.count("after generation 2: **decay**: it falls") == 1
+    assert "- after generation 0: **length**: cut \\<b\\>short\\</b\\> by \\`score.py\\`\n" in page
+    assert "- after generation 3: **decay**: what was found before no longer holds" in page
+    with (run / "metrics.csv").open(newline="") as file:
+        assert [row["generation"] for row in csv.DictReader(file)] == ["0", "1", "2"]  # a finding is no generation
+
+
+def test_journal_lines_become_records() -> None:
+    line: dict[str, Any] = {
+        "generation": 4, "rows": ["a", "b"], "coefs": [0.0, 0.0], "length": 7.5, "distinct": 5,
+        "rewards": {"plus": [1.0, None], "minus": [0.0, None]}, "excluded": [[1, 1, "a", "score: None"]],
+    }  # fmt: skip
+    record = generation_record(line)
+    assert (record["generation"], record["reward"], record["length"]) == (5, 0.5, 7.5)
+    assert (record["excluded"], record["invalid"]) == (1, 1 / 8)
+    assert generation_record(line | {"answers": 4})["invalid"] == 1 / 4
+    assert generation_record(line | {"rows": []})["invalid"] is None
+    entry: dict[str, Any] = {"eval": 2, "mean": 0.5, "se": 0.1, "rows": 8, "metrics": {"exact": 0.25}}
+    assert evaluation_record(entry | {"kl": 0.2, "perplexity": None}, True) == {
+        "generation": 2, "heldout": 0.5, "heldout_se": 0.1, "best": True, "heldout_rows": 8, "heldout_exact": 0.25,
+        "kl": 0.2, "perplexity": None, "heldout_excluded": 0, "heldout_seconds": None,
+    }  # fmt: skip
+    assert "kl" not in evaluation_record(entry, True)
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:

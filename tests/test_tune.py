@@ -19,7 +19,7 @@ import pytest
 import reference
 from test_history import disk, fill  # noqa: F401 - a fixture
 
-from edgees import native, report, tune
+from edgees import native, report, tune, watch
 from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.toy import ToyEngine
 from edgees.checkpoint import best_record
@@ -196,7 +196,10 @@ def test_common_random_numbers(tmp_path: Path) -> None:
         assert len(per_member) == 8 and len({tuple(v) for v in per_member.values()}) == 1
         seeds.append(calls[0].seed)
     assert seeds[0] != seeds[1]
-    assert all(r.temperature == 0.0 for calls in spy.seen for r in calls if not r.member.amplitude)
+    general = {tuple(spy.encode_chat([{"role": "user", "content": text}])) for text in watch.PROMPTS}
+    centre = [r for calls in spy.seen for r in calls if not r.member.amplitude]
+    assert all(r.temperature == 0.0 for r in centre if r.prompt not in general)
+    assert sum(r.prompt in general for r in centre) == len(general)  # the base's own replies, once a run
 
 
 def test_the_base_is_never_touched(tmp_path: Path) -> None:
@@ -640,9 +643,8 @@ def test_a_constant_answer_that_pays_shows(tmp_path: Path) -> None:
     task = Task("t", tuple(rows[:30]), tuple(rows[30:]), (near,))
     watcher = Watcher()
     tune.tune(config(tmp_path / "run", generations=4), task=task, engine=Parrot(), observer=watcher)
-    assert [text for text in watcher.texts if "the same text" in text] == [
-        "100% of the held-out answers are the same text: the reward may pay one constant answer too well"
-    ]
+    (text,) = [text for text in watcher.texts if text.startswith("collapse: ")]
+    assert "100% of the held-out answers are one and the same text where the commonest reference answer has 10%" in text
     assert watcher.records[0]["distinct"] == 1 and watcher.records[0]["majority"] == 1.0
     assert watcher.evals[1]["heldout_distinct"] == 1
     assert "| 1 | 100% |" in (tmp_path / "run" / "README.md").read_text()
@@ -785,3 +787,54 @@ def test_a_large_parent_does_not_raise_the_peak() -> None:
     code = "from edgees.tune import peak_rss_bytes; print(peak_rss_bytes())"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert 10 << 20 < int(out) < ballast.nbytes
+
+
+# --- watchdogs --------------------------------------------------------------------------------------------------------
+
+
+class Parrot(ToyEngine):
+    """Says one thing whatever is asked."""
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+        return [dataclasses.replace(c, text="7", tokens=(55,)) for c in super().generate(requests, progress)]
+
+
+def parrot(run: Path, **settings: Any) -> tuple[tune.RunResult, Watcher]:
+    rows = [Row.plain(f"r{i}", f"question {i}", str(i)) for i in range(40)]
+    watcher = Watcher()
+    task = Task("t", tuple(rows[:30]), tuple(rows[30:]), (near,))
+    return tune.tune(config(run, **settings), task=task, engine=Parrot(), observer=watcher), watcher
+
+
+@pytest.mark.parametrize("kind", ["collapse", "no-signal"])
+def test_stop_on_ends_the_run_and_keeps_the_best(tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    result, watcher = parrot(run, generations=9, stop_on=[kind])
+    assert result.generations < 9 and (run / "best" / "delta.safetensors").exists()
+    assert any(f"stop_on = {kind}" in text for text in watcher.texts)
+    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert kind in [record.get("finding") for record in found]
+    assert journal(run)[-1]["eval"] == result.generations  # scored where it ended
+    assert parrot(tmp_path / "whole", generations=4)[0].generations == 4
+
+
+def test_an_unknown_finding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="stop_on"):
+        config(tmp_path, stop_on=["boredom"])
+
+
+def test_findings_have_one_list() -> None:
+    from edgees.config import FINDINGS
+
+    assert watch.KINDS == FINDINGS
+
+
+def test_how_far_general_text_has_moved_is_measured(whole: Path, tmp_path: Path) -> None:
+    """KL from the base on its own replies, 0 at the base; a perplexity; the likelihood of held-out answers."""
+    evals = [entry for entry in journal(whole) if "eval" in entry]
+    assert evals[0]["kl"] == 0.0 and len(evals[0]["general"]["replies"]) == len(watch.PROMPTS)
+    assert all(e["kl"] != 0.0 and e["perplexity"] > 0.0 and "general" not in e for e in evals[1:])
+    assert "loglik" not in evals[0]
+    tune.tune(config(tmp_path / "run", loglik=1.0, generations=4), task=TASK)
+    likely = [entry["loglik"] for entry in journal(tmp_path / "run") if "eval" in entry]
+    assert likely[-1] > likely[0]

@@ -1,0 +1,212 @@
+"""How much a rollout teaches: the efficiency probe. What to perturb, how, and how far, from one generation of members.
+
+For a small step along the estimate of P pairs, a second-order expansion of the mean reward gives the gain
+``lr g^2 - lr^2 g^2 H / 2P`` with g the reward's slope per relative step, H the trace of its curvature. Its maximum is
+``P * efficiency``, and both g and H are seen at the perturbation's own size:
+
+    efficiency = (mean d^2 - mean se^2) / (4 * drop)        reward gained per antithetic pair, at most
+
+d: pair signals, se: their standard errors over rows (:mod:`edgees.update`), drop: mean reward of the centre less that
+of the members on the same rows. It is a bound for few pairs: with many, curvature along the slope itself, which this
+formula leaves out, limits the step (measured: docs/log.md). Every pair answers rows of its own, so that a few odd rows
+do not decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgees import config as settings
+from edgees import rollout, tune
+from edgees.backends.base import CENTRE, Member
+from edgees.config import SETTINGS, Config
+from edgees.delta import Delta
+from edgees.errors import UsageError
+from edgees.population import Population, RowOrder
+from edgees.tasks.rows import Row
+from edgees.update import fitness, loglik_weight, mix
+
+VARIED = ("sigma", "params", "noise", "rank", "amplitudes", "loglik", "scope", "factors", "temperature", "system")
+"""Settings whose choices can be compared."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """pairs, rows: that it was measured with. signal: variance of d that rows do not explain. drop: reward that
+    perturbation costs. efficiency, error: reward a pair can gain, and its standard error (None: the members did not do
+    worse than the centre, so there is no bound). per_token: the same for 1000 tokens. shrink: share of d^2 that
+    is signal. lr: the best, for z-scored rewards and the configured pairs, at most.
+    """
+
+    pairs: int
+    rows: int
+    signal: float
+    drop: float
+    drop_error: float
+    efficiency: float | None
+    error: float | None
+    per_token: float | None
+    shrink: float
+    lr: float | None
+
+
+def efficiency(rewards: np.ndarray, centre: np.ndarray, tokens: int = 0, *, sigma: float, pairs: int = 0) -> Efficiency:
+    """From ``rewards`` float64 [P, 2, rows] of the members and ``centre`` float64 [P, rows] on each pair's rows (NaN:
+    excluded). tokens: that the members took. pairs: of the run that lr is for (0: P). Errors by jackknife over pairs.
+
+    :raises ValueError: fewer than three pairs with at least two rows each.
+    """
+    valid = np.isfinite(rewards).all(axis=1) & np.isfinite(centre)
+    use = valid.sum(axis=1) >= 2
+    if int(use.sum()) < 3:
+        raise ValueError("an efficiency needs three pairs with two rows each")
+    masked = np.where(valid[:, None, :], rewards, np.nan)[use]
+    fit = fitness(masked)
+    drops = np.array(
+        [float(np.nanmean(c[v]) - m.mean()) for c, v, m in zip(centre[use], valid[use], fit.mean, strict=True)]
+    )
+    signals = fit.d**2 - fit.se**2
+    count = len(drops)
+    signal, drop = float(signals.mean()), float(drops.mean())
+    value = error = per_token = lr = None
+    if drop > 0.0:
+        value = signal / (4 * drop)
+        others = [(signals.sum() - s) / (4 * (drops.sum() - x)) for s, x in zip(signals, drops, strict=True)]
+        error = math.sqrt((count - 1) / count * float(np.sum((np.array(others) - np.mean(others)) ** 2)))
+        per_token = 1000 * value * count / tokens if tokens else None
+        # coefficients shrink*sigma*d/(2 drop) a pair, in units of lr*shrink*d/(std*P)
+        lr = (pairs or count) * sigma * float(np.sqrt(np.mean(fit.d**2))) / (2 * drop)
+    total = float(np.mean(fit.d**2))
+    return Efficiency(
+        count, int(valid.shape[1]), signal, drop, float(drops.std(ddof=1)) / math.sqrt(count), value, error, per_token,
+        max(0.0, signal / total) if total else 0.0, lr,
+    )  # fmt: skip
+
+
+def choices(base: Config, vary: Sequence[str]) -> list[tuple[dict[str, Any], Config]]:
+    """Every combination of ``NAME=VALUE|VALUE|...``, with the configuration that it makes of ``base``.
+
+    :raises UsageError: not of that form, or a setting that cannot be varied, or a bad value.
+    """
+    names, values = [], []
+    for item in vary:
+        name, equals, rest = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in VARIED:
+            raise UsageError(f"--vary {item!r} is not NAME=VALUE|VALUE", f"NAME is one of {', '.join(VARIED)}")
+        if name in names:
+            raise UsageError(f"--vary names {name} twice", f"write {name}=A|B")
+        names.append(name)
+        values.append([part.strip() for part in rest.split("|")])
+    given = {name: getattr(base, name) for name in base.given}
+    found = []
+    for combination in itertools.product(*values):
+        chosen = dict(zip(names, combination, strict=True))
+        typed = {n: (v,) if SETTINGS[n].type == "tuple[str, ...]" else v for n, v in chosen.items()}
+        found.append((chosen, settings.load(None, given | typed)))
+    return found
+
+
+def probe(base: Config, vary: Iterable[str] = ()) -> dict[str, Any]:
+    """Measure every choice on the same rows and, where tensors and noise are the same, the same members.
+
+    Returns, JSON-ready: task; choices, of {"choice", **Efficiency} each; best (index, by tokens, or None).
+    Nothing is written but temporary files.
+
+    :raises EdgeesError: as :func:`edgees.tune.tune`.
+    """
+    measured: list[dict[str, Any]] = []
+    name = ""
+    for chosen, config in choices(base, list(vary)):
+        with ExitStack() as stack:
+            setup = tune.open_setup(config, stack)
+            name = setup.task.name
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgees-probe-")))
+            delta = stack.enter_context(
+                Delta.create(folder / "delta.safetensors", tune.spec_of(setup.config, setup.engine))
+            )
+            setup.engine.attach(delta)
+            measured.append({"choice": chosen, **asdict(measure(setup))})
+    known = [i for i, m in enumerate(measured) if m["per_token"] is not None]
+    best = max(known, key=lambda i: measured[i]["per_token"], default=None)
+    return {"task": name, "choices": measured, "best": best}
+
+
+def measure(setup: tune.Setup) -> Efficiency:
+    """One generation of ``pairs`` pairs, each on ``rows`` rows of its own, its delta attached; nothing is updated.
+
+    :raises UsageError: fewer than three pairs or two rows are asked for, or too few rewards are valid.
+    """
+    c, task = setup.config, setup.task
+    order = RowOrder(c.seed, len(task.train), c.rows)
+    sigma = c.sigma if c.sigma_abs is None else c.sigma_abs
+    if c.pairs < 3 or order.count < 2:
+        raise UsageError("a probe needs at least three pairs and two rows", "--pairs 16 --rows 4")
+    rows = [[task.train[i] for i in order.rows(pair)] for pair in range(c.pairs)]
+    members = [(m, row) for m in Population(c.seed, c.pairs).ask(0, sigma) for row in rows[m.pair]]
+    seen = {row.id: row for part in rows for row in part}
+    values, tokens = _rewards(setup, members)
+    centre, _ = _rewards(setup, [(CENTRE, row) for row in seen.values()])
+    of_row = dict(zip(seen, centre, strict=True))
+    try:
+        return efficiency(
+            values.reshape(c.pairs, 2, order.count), np.array([[of_row[r.id] for r in part] for part in rows]), tokens,
+            sigma=sigma,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(
+            f"{error}, and too few of their rewards are valid", "see the scorer, or raise pairs"
+        ) from error
+
+
+def _rewards(setup: tune.Setup, rollouts: Sequence[tuple[Member, Row]]) -> tuple[np.ndarray, int]:
+    """Rewards as in a run's first generation, float64, NaN where there is none; tokens that went through the model."""
+    c = setup.config
+    weight = loglik_weight(0.0, c.loglik, c.loglik_hold, c.loglik_end)
+    replies = setup.replies(0, c.temperature)
+    tokens, last = 0, 0
+
+    def count(_: int, so_far: int) -> None:
+        nonlocal last
+        last = so_far
+
+    scored = likely = None
+    if weight < 1.0:
+        answers = rollout.play(setup.engine, rollouts, replies, count)
+        tokens, last = tokens + last, 0
+        scored = np.array(setup.scorer.score([t.row for t in answers], [t.completion for t in answers]).rewards)
+    if weight > 0.0:
+        scores = rollout.likelihood(setup.engine, rollouts, replies, count)
+        tokens += last
+        likely = np.array([math.nan if s is None else s.mean for s in scores])
+    return mix(scored, likely, weight), tokens
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """A table for people."""
+    head = ["choice", "gain a pair", "gain / 1000 tokens", "drop", "shrink", "lr at most"]
+    table = [head]
+    for m in found["choices"]:
+        name = ", ".join(f"{k}={v}" for k, v in m["choice"].items()) or "as configured"
+        gain = "-" if m["efficiency"] is None else f"{m['efficiency']:.4f} +- {m['error']:.4f}"
+        token = "-" if m["per_token"] is None else f"{m['per_token']:.5f}"
+        drop = f"{m['drop']:.4f} +- {m['drop_error']:.4f}"
+        table.append([name, gain, token, drop, f"{m['shrink']:.2f}", "-" if m["lr"] is None else f"{m['lr']:.3f}"])
+    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    out = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    if any(m["efficiency"] is None for m in found["choices"]):
+        out.append(
+            "-: members did no worse than the centre, so the curvature bounds nothing here (a base at the floor)"
+        )
+    if any(m["shrink"] == 0.0 for m in found["choices"]):
+        out.append("shrink 0: rows explain all differences between members: more rows or pairs, or another sigma")
+    return out
