@@ -285,7 +285,8 @@ def generation_record(line: Mapping[str, Any]) -> dict[str, Any]:
         "sigma", "lr", "keep", "shrink", "loglik", "distinct", "majority", "length", "truncated", "overflow", "tokens",
         "reason",
     )  # fmt: skip
-    asked = line.get("answers") or 2 * len(line["coefs"]) * len(line.get("rows", ()))
+    members = sum(len(line["rewards"].get(sign, ())) for sign in ("plus", "minus"))
+    asked = line.get("answers") or members * len(line.get("rows", ()))
     return {
         "generation": line["generation"] + 1,
         "reward": centre,

@@ -109,6 +109,9 @@ class Config:
     noise: str = _setting("lowrank", "kind of perturbation", choices=("sign", "lowrank", "normal"), group="search")
     rank: int = _setting(1, "rank of the lowrank noise", low=1, high=64, group="search")
     pairs: int = _setting(16, "antithetic pairs of members per generation", low=1, high=65536, group="search")
+    antithetic: bool = _setting(
+        True, "members come in pairs, plus and minus; off: one member a pair, as plain ES has it", group="search"
+    )
     rows: int = _setting(8, "rows of the task that every member of a generation answers", low=1, group="search")
     sigma: float = _setting(0.04, "size of a perturbation, relative to each tensor's RMS", above=0.0, group="search")
     sigma_end: float = _setting(
@@ -169,6 +172,11 @@ class Config:
     def max_generations(self) -> int | None:
         """Generations at most, or None when only the time limits the run."""
         return self.generations or (None if self.time else DEFAULT_GENERATIONS)
+
+    @property
+    def members(self) -> int:
+        """Members per generation."""
+        return self.pairs * (2 if self.antithetic else 1)
 
     @property
     def view(self) -> str:

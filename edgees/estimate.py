@@ -365,7 +365,7 @@ class Work:
     def jobs(self) -> int:
         """Sequences that could be computed at once."""
         rows = min(self.chosen.rows, len(self.task.train))
-        return max(2 * self.chosen.pairs * rows, len(self.heldout))
+        return max(self.chosen.members * rows, len(self.heldout))
 
     def calls(self, streams: int, micro: int, outputs: int) -> dict[str, Calls]:
         """Of a generation's replies and likelihoods, of an evaluation, and of the probe before the first generation.
@@ -374,7 +374,7 @@ class Work:
         """
         # Seamless streams draft answers when few are left: what that saves, replies are not taken to save.
         host = HOSTS[self.chosen.engine]
-        rows, members, weights = self.task.train[: self.chosen.rows], 2 * self.chosen.pairs, self.weights
+        rows, members, weights = self.task.train[: self.chosen.rows], self.chosen.members, self.weights
         probe = self.task.train[: tune.PROBE_ROWS]
         wanted: dict[str, tuple[Sequence[Row], int, bool]] = {"probe": (probe, 1, False)}
         if self.heldout:

@@ -10,19 +10,23 @@ from edgees.backends.base import Member
 
 
 class Population:
-    """Antithetic pairs of seeded perturbations; the same (seed, pairs) always gives the same members."""
+    """Antithetic pairs of seeded perturbations; the same (seed, pairs) always gives the same members.
 
-    def __init__(self, seed: int, pairs: int) -> None:
+    antithetic: False leaves every pair's minus out, as plain evolution strategies do.
+    """
+
+    def __init__(self, seed: int, pairs: int, antithetic: bool = True) -> None:
         self.seed = seed
         self.pairs = pairs
+        self.signs = (1, -1) if antithetic else (1,)
 
     def ask(self, generation: int, sigma: float) -> list[Member]:
-        """2*pairs members, pair by pair, plus before minus; ``sigma``: their amplitude relative to rho."""
+        """pairs * len(signs) members, pair by pair, plus before minus; ``sigma``: their amplitude relative to rho."""
         members = []
         for pair in range(self.pairs):
             key = noise.make_key(self.seed, generation, pair)
             slot = self.slot(generation, pair)
-            members += [Member(key, sign * sigma, slot, pair, sign) for sign in (1, -1)]
+            members += [Member(key, sign * sigma, slot, pair, sign) for sign in self.signs]
         return members
 
     def keys(self, generation: int) -> tuple[int, ...]:

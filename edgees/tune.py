@@ -430,7 +430,7 @@ class Costs:
         seconds = 0.0
         for g in range(total):
             weight = loglik_weight(g / total, c.loglik, c.loglik_hold, c.loglik_end)
-            seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * 2 * c.pairs * c.rows
+            seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * c.members * c.rows
         evaluations = 1 + -(-total // (c.eval_every or total))
         seconds += evaluations * len(setup.heldout()) * self.reply
         return min(seconds, c.time) if c.time else seconds
@@ -460,7 +460,7 @@ def general_texts(engine: Engine) -> tuple[list[tuple[int, ...]], list[tuple[tup
 
 @dataclass
 class _Generation:
-    """What the members of one generation did. rewards: float64 [P, 2, rows], NaN = excluded.
+    """What the members of one generation did. rewards: float64 [P, 1 or 2, rows], NaN = excluded.
 
     tokens: generated, or scored as a reference answer; processed: all that went through the model.
     """
@@ -479,7 +479,7 @@ class _Run:
         self.setup, self.folder, self.history, self.delta, self.observer = setup, folder, history, delta, observer
         self.config, self.task, self.engine, self.scorer = setup.config, setup.task, setup.engine, setup.scorer
         self.sigma = self.config.sigma if self.config.sigma_abs is None else self.config.sigma_abs
-        self.population = Population(self.config.seed, self.config.pairs)
+        self.population = Population(self.config.seed, self.config.pairs, self.config.antithetic)
         self.order = RowOrder(self.config.seed, len(self.task.train), self.config.rows)
         self.stop = _Stop()
         self.mark = time.monotonic()
@@ -606,7 +606,7 @@ class _Run:
     # --------------------------------------------------------------------------------------- members and rows
     def play(self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float) -> _Generation:
         """Every member on every row: rewards, or likelihoods, or a mixture of both by ``weight``."""
-        shape = (len(members) // 2, 2, len(rows))
+        shape = (self.config.pairs, len(self.population.signs), len(rows))
         settings = self.setup.replies(generation, self.config.temperature)
         rollouts = rollout.every(members, rows)
         progress = self.progress(len(rollouts))
@@ -779,7 +779,7 @@ class _Run:
         c, spec = self.config, self.delta.spec
         return {
             "run": str(self.folder.path), "model": c.model, "task": self.task.name, "generations": c.max_generations,
-            "seconds": c.time or None, "members": 2 * c.pairs, "rows": self.order.count,
+            "seconds": c.time or None, "members": c.members, "rows": self.order.count,
             "weights": sum(t.size for t in spec.tensors), "generation": self.history.generation, "scope": c.scope,
             "tensors": len(spec.tensors), "elapsed": self.history.seconds(),
         }  # fmt: skip
@@ -868,7 +868,7 @@ def _of_step(step: Update) -> dict[str, Any]:
     return {
         "keep": short_float32s([step.keep])[0],
         "shrink": step.shrink,
-        "rewards": {"plus": _numbers(mean[:, 0]), "minus": _numbers(mean[:, 1])},
+        "rewards": {"plus": _numbers(mean[:, 0]), "minus": _numbers(mean[:, 1]) if mean.shape[1] == 2 else []},
         "z": list(step.z),
         "coefs": short_float32s(step.coefs),
         "reason": step.reason,

@@ -1,7 +1,8 @@
 """From rewards to a step: shaping, shrink, drift budget. Pure: numbers in, numbers out.
 
 The estimate is paired: ``d[p]``, half the difference between the mean rewards of the two members of a pair, over the
-rows that have a reward for both. What a step does with ``d`` depends on the shaping:
+rows that have a reward for both. One-sided populations (a single member a "pair") have the difference to the mean of all
+members on the same row instead. What a step does with ``d`` depends on the shaping:
 
 - ``zscore``: ``z = d / std(F)``, F the mean rewards of all members;
 - ``ranks``: the same on centred ranks of F instead of F;
@@ -24,7 +25,7 @@ SHAPINGS = ("zscore", "ranks", "raw")
 
 @dataclass(frozen=True)
 class Fitness:
-    """mean: float64 [P, 2] over the rows valid for both signs (NaN: no such row); d, se: float64 [P]; rows: int [P].
+    """mean: float64 [P, 1 or 2] over the rows valid for all signs (NaN: no such row); d, se: float64 [P]; rows: int [P].
 
     ``se`` is the standard error of ``d`` from the spread over rows, NaN with fewer than two rows.
     """
@@ -53,10 +54,14 @@ class Update:
 
 
 def fitness(rewards: np.ndarray) -> Fitness:
-    """Pair signals of ``rewards`` (float64 [P, 2, rows], NaN = excluded)."""
+    """Pair signals of ``rewards`` (float64 [P, 1 or 2, rows], NaN = excluded)."""
     rewards = np.asarray(rewards, np.float64)
-    pairs = rewards.shape[0]
-    mean = np.full((pairs, 2), np.nan)
+    pairs, signs = rewards.shape[:2]
+    mean = np.full((pairs, signs), np.nan)
+    everyone = np.zeros(rewards.shape[2])
+    if signs == 1:
+        told = np.isfinite(rewards[:, 0])
+        everyone = np.where(told, rewards[:, 0], 0.0).sum(axis=0) / np.maximum(told.sum(axis=0), 1)
     d = np.full(pairs, np.nan)
     se = np.full(pairs, np.nan)
     count = np.zeros(pairs, np.int64)
@@ -67,7 +72,7 @@ def fitness(rewards: np.ndarray) -> Fitness:
             continue
         values = rewards[p][:, both]
         mean[p] = values.mean(axis=1)
-        half = (values[0] - values[1]) / 2
+        half = (values[0] - values[1]) / 2 if signs == 2 else values[0] - everyone[both]
         d[p] = half.mean()
         if n > 1:
             se[p] = half.std(ddof=1) / math.sqrt(n)
@@ -84,8 +89,8 @@ def shape(fit: Fitness, shaping: str, sigma: float) -> np.ndarray:
     if shaping == "raw":
         z[known] = fit.d[known] / sigma
     elif shaping == "ranks":
-        u = (_ranks(values.reshape(-1)) / (values.size - 1) - 0.5).reshape(-1, 2)
-        z[known] = (u[:, 0] - u[:, 1]) / 2 / u.std()
+        u = (_ranks(values.reshape(-1)) / max(values.size - 1, 1) - 0.5).reshape(values.shape)
+        z[known] = (u[:, 0] - u[:, 1]) / 2 / u.std() if values.shape[1] == 2 else u[:, 0] / u.std()
     elif shaping == "zscore":
         z[known] = fit.d[known] / values.std()
     else:
@@ -115,7 +120,7 @@ def update(
     drift_budget: float = 0.0,
     spread: float = 1.0,
 ) -> Update:
-    """What one generation's rewards (float64 [P, 2, rows], NaN = excluded) say about the weights.
+    """What one generation's rewards (float64 [P, 1 or 2, rows], NaN = excluded) say about the weights.
 
     ``lr``, ``sigma``: this generation's, relative to rho. ``drift``: RMS of the learned delta relative to rho before
     the step. With a ``drift_budget`` B the old delta is shortened just so far that the new one is expected to end at B

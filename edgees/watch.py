@@ -586,7 +586,9 @@ def _members(line: Entry) -> list[float]:
 
 def _answers(line: Entry) -> int:
     """Answers of a generation."""
-    return int(line.get("answers") or 2 * len(line.get("coefs") or ()) * len(line.get("rows") or ()))
+    rewards = line.get("rewards") or {}
+    members = sum(len(rewards.get(sign) or ()) for sign in ("plus", "minus")) or 2 * len(line.get("coefs") or ())
+    return int(line.get("answers") or members * len(line.get("rows") or ()))
 
 
 def _mean(values: Sequence[float]) -> float:

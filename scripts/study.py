@@ -407,7 +407,7 @@ def expected_rollouts(c: Config, task: Task) -> int | None:
     if total is None:
         return None
     weights = [loglik_weight(g / total, c.loglik, c.loglik_hold, c.loglik_end) for g in range(total)]
-    return sum((w < 1.0) + (w > 0.0) for w in weights) * 2 * c.pairs * min(c.rows, len(task.train))
+    return sum((w < 1.0) + (w > 0.0) for w in weights) * c.members * min(c.rows, len(task.train))
 
 
 # --- statistics -----------------------------------------------------------------------------------------------------

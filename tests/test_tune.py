@@ -124,11 +124,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"scope": "lattice"},
         {"loglik": 1.0},
         {"sigma_abs": 0.02, "lr": 0.1},
+        {"antithetic": False, "pairs": 16},
     ],
 )
 def test_the_reward_rises(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Case 27: for every shaping, view and kind of noise, on rows that were never tuned on."""
-    result = tune.tune(config(tmp_path / "run", pairs=8, rows=8, generations=12, **settings), task=TASK)
+    result = tune.tune(config(tmp_path / "run", **({"pairs": 8, "rows": 8, "generations": 12} | settings)), task=TASK)
     assert result.base is not None and result.best is not None
     assert result.best > result.base + 0.25
     assert result.generations == 12 and result.best_generation
@@ -165,6 +166,18 @@ def test_one_generation_is_what_the_twin_says(tmp_path: Path) -> None:
             cs = np.float32(coef * info.rho)
             acc += cs * noise.eps("lowrank", key, info.id, info.rows, info.cols, rank=1)
         np.testing.assert_array_equal(delta.rows(info.name, 0, info.rows), acc)
+
+
+def test_members_without_a_minus_resume_too(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"antithetic": False, "pairs": 6, "generations": 4}
+    tune.tune(config(tmp_path / "whole", **settings), task=TASK)
+    with pytest.raises(Interrupted):
+        tune.tune(config(tmp_path / "halves", **settings), task=TASK, observer=Watcher(stop_after=2))
+    tune.resume(tmp_path / "halves", task=TASK)
+    assert learned(tmp_path / "halves") == learned(tmp_path / "whole")
+    assert journal(tmp_path / "halves") == journal(tmp_path / "whole")
+    line = journal(tmp_path / "whole")[2]
+    assert len(line["rewards"]["plus"]) == 6 and line["rewards"]["minus"] == [] and len(line["coefs"]) == 6
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole: Path, tmp_path: Path) -> None:

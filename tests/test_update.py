@@ -44,6 +44,23 @@ def test_a_missing_reward_is_excluded_not_averaged() -> None:
 
 
 @pytest.mark.parametrize("shaping", SHAPINGS)
+def test_members_without_a_minus_are_measured_against_all(shaping: str) -> None:
+    """One-sided: d is the mean difference to all members on the same row, whatever a row is worth to everybody."""
+    rewards = np.array([[[1.0, 12.0]], [[3.0, 14.0]], [[2.0, np.nan]]])
+    fit = fitness(rewards)
+    np.testing.assert_allclose(fit.d, [-1.0, 1.0, 0.0])
+    assert fit.rows.tolist() == [2, 2, 1] and fit.mean.shape == (3, 1)
+    rng = np.random.default_rng(0)
+    g = rng.normal(size=64)
+    easy = 0.1 * g[:, None, None] + 100 * rng.normal(size=8)
+    step = update(easy, lr=0.2, sigma=1.0, shaping=shaping)
+    assert np.corrcoef(step.coefs, g)[0, 1] > 0.95
+    if shaping != "raw":
+        assert math.isclose(step.step, 0.2 / 8, rel_tol=0.01)
+    assert "same mean reward" in update(easy[:1], lr=0.2, sigma=1.0).reason  # a single member tells nothing
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
 @pytest.mark.parametrize("value", [0.0, 0.7, -3e8])
 def test_equal_rewards_move_nothing(shaping: str, value: float) -> None:
     """Case 24: no update, a plain reason, never NaN; decay and budget do not act either."""
