@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -288,6 +289,32 @@ def doctor(as_json: bool) -> None:
                 click.echo(f"    {'':<10}hint: {hint}")
 
 
+@cli.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.option("--example", default="", metavar="NAME", help="Which example; see --list.")
+@click.option("--list", "listing", is_flag=True, help="Name the examples, one a line.")
+@json_option
+def init(folder: Path | None, example: str, listing: bool, as_json: bool) -> None:
+    """Write an example to start from into FOLDER: settings, environment or agent, scorer, README."""
+    from edgees import examples
+
+    with one_document(as_json) as document:
+        if listing:
+            found = examples.names()
+            document["examples"] = found
+            for name, about in found.items() if not as_json else ():
+                click.echo(f"{name:<12}{about}")
+            return
+        if folder is None or not example:
+            raise click.UsageError("give a folder and --example NAME, or --list")
+        files = examples.copy(example, folder)
+        document["files"] = [str(path) for path in files]
+        if not as_json:
+            for path in files:
+                click.echo(path)
+            click.echo(f"next: cd {shlex.quote(str(folder))} && edgees tune config.toml")
+
+
 @cli.command(from_config=True)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -428,6 +455,32 @@ def show_rehearsal(found: Mapping[str, Any], as_json: bool) -> None:
         "all is well; nothing was written",
     ]
     click.echo("\n".join(lines))
+
+
+@cli.command()
+@click.argument("what", metavar="RUN|MODEL")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Other addresses let other machines in.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
+@click.option("--api-key", default="", metavar="TEXT", envvar="EDGEES_API_KEY", help="What clients must show.")
+@click.option("--last", is_flag=True, help="The last weights of a run instead of the best on held-out rows.")
+@click.option(
+    "--engine", default="", metavar="TEXT", help="llamacpp or torch, of a model; by its form where not given."
+)
+@click.option("--context", default=0, metavar="N", help="Tokens a conversation may have; 0: as the model.")
+@click.option("--parallel", default=4, show_default=True, metavar="N", help="Answers at once.")
+@click.option("--threads", default=0, metavar="N", help="CPU threads; 0: all cores.")
+@click.option("--max-tokens", default=1024, show_default=True, metavar="N", help="Of one answer.")
+def serve(
+    what: str, host: str, port: int, api_key: str, last: bool, engine: str, context: int, parallel: int, threads: int,
+    max_tokens: int,
+) -> None:  # fmt: skip
+    """Answer OpenAI and Anthropic clients with a model, or with what a run has made of one."""
+    from edgees import serve as serving
+
+    serving.serve(
+        what, host=host, port=port, api_key=api_key, weights="last" if last else "best", engine=engine, context=context,
+        parallel=parallel, threads=threads, max_tokens=max_tokens, say=progress_note,
+    )  # fmt: skip
 
 
 @cli.command(name="eval")

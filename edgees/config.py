@@ -13,8 +13,9 @@ import importlib
 import json
 import math
 import re
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ class Config:
         path=True,
         free=True,
     )
-    task: str = _setting("home", "home, sums, jsonl:FILE, reasoning_gym:NAME", path=True)
+    task: str = _setting(
+        "home",
+        "home, sums, jsonl:FILE, reasoning_gym:NAME, env:FILE.py:CLASS, textarena:ID, gymnasium:ID or textworld:",
+        path=True,
+    )
     reward: tuple[str, ...] = _setting(
         (), "FILE.py[:FUNCTION] or a built-in scorer, several allowed; empty: the task's own", path=True
     )
@@ -113,7 +118,10 @@ class Config:
         True, "members come in pairs, plus and minus; off: one member a pair, as plain ES has it", group="search"
     )
     rows: int = _setting(8, "rows of the task that every member of a generation answers", low=1, group="search")
-    sigma: float = _setting(0.04, "size of a perturbation, relative to each tensor's RMS", above=0.0, group="search")
+    sigma: float = _setting(
+        0.04, "size of a perturbation, relative to each tensor's RMS; 0: chosen by a probe before the run", low=0.0,
+        group="search",
+    )  # fmt: skip
     sigma_end: float = _setting(
         0.5, "sigma at the end of the run as a fraction of the first (cosine in between)", above=0.0, high=10.0,
         group="search",
@@ -133,6 +141,30 @@ class Config:
     )
     drift_budget: float = _setting(
         0.0, "bound on the RMS of the learned delta relative to the weights'; 0: none", low=0.0, group="search"
+    )
+
+    agent_cmd: str = _setting(
+        "",
+        "command of an agent program that plays each rollout, one process a rollout, unmodified: it finds the model at "
+        "OPENAI_BASE_URL or ANTHROPIC_BASE_URL and its row on standard input; empty: the task's own way",
+        path=True, group="episodes",
+    )  # fmt: skip
+    agent_timeout: float = _setting(300.0, "seconds an agent program may take", above=0.0, group="episodes")
+    agent_memory: float = _setting(
+        4096.0, "MiB of address space an agent program may use; 0: no limit", low=0.0, free=True, group="episodes"
+    )
+    agent_workers: int = _setting(
+        0, "agent programs at once; 0: by cores and memory. Never changes a result", low=0, high=1024, free=True,
+        group="episodes",
+    )  # fmt: skip
+    agent_env: tuple[str, ...] = _setting(
+        (), "names of environment variables that agent programs get to see besides a few common ones", group="episodes"
+    )
+    turns: int = _setting(
+        0, "replies an episode may have; 0: as many as its environment allows", low=0, group="episodes"
+    )
+    episode_tokens: int = _setting(
+        0, "tokens that all replies of an episode may have together; 0: no limit", low=0, group="episodes"
     )
 
     max_tokens: int = _setting(0, "tokens a reply may have; 0: the task's own limit", low=0, group="replies")
@@ -383,6 +415,8 @@ def _beside(name: str, value: Any, folder: Path) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(_beside(name, v, folder) for v in value)
+    if name == "agent_cmd":
+        return _command(value, lambda word: str(folder / word) if (folder / word).is_file() else word)
     found = _path_in(name, value)
     if found and found[2] and not Path(found[2]).is_absolute() and (folder / found[2]).exists():
         return f"{found[1]}{folder / found[2]}{found[3]}"
@@ -395,13 +429,24 @@ def _name_only(name: str, value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(_name_only(name, v) for v in value)
+    if name == "agent_cmd":
+        return _command(value, lambda word: Path(word).name if "/" in word else word)
     found = _path_in(name, value)
     return found[1] + Path(found[2]).name + found[3] if found else value
 
 
+def _command(text: str, change: Callable[[str], str]) -> str:
+    """A command line with each word changed; one that cannot be read stays, and is refused where it is used."""
+    try:
+        return shlex.join(change(word) for word in shlex.split(text))
+    except ValueError:
+        return text
+
+
 def _path_in(name: str, value: str) -> re.Match[str] | None:
     """Groups (prefix, path, tail) of ``jsonl:rows.jsonl``, ``score.py:f*0.5``, ``model.gguf``."""
-    patterns = {"task": r"(jsonl:)(.*)()", "reward": r"()(.+?\.py)((?:[:*].*)?)"}
+    task = r"(env:)(.+?\.py)((?:[:?].*)?)" if value.startswith("env:") else r"(jsonl:)(.*)()"
+    patterns = {"task": task, "reward": r"()(.+?\.py)((?:[:*].*)?)"}
     return re.fullmatch(patterns.get(name, "()(.*)()"), value, re.DOTALL)
 
 

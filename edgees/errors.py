@@ -52,6 +52,10 @@ class ScorerError(EdgeesError):
     exit_code = 4
 
 
+class NoSignal(EdgeesError):
+    """Rewards do not differ between members, whatever the size of their perturbation: nothing could be learned."""
+
+
 class TemplateError(EdgeesError):
     """A chat template was refused, failed, or ran over its limits of time or memory."""
 

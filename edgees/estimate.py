@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from edgees import blocks, config, model_path, native, noise, report, tune
+from edgees import blocks, config, model_path, native, noise, opening, report, tune
 from edgees.backends import llamacpp, torch_nf4
 from edgees.backends.base import Member, Request
 from edgees.backends.streams import SEQUENCES, Job, Scheduler, output_rows
@@ -276,7 +276,7 @@ class _Counting:
     """Streams that compute nothing, and a vocabulary in which no answer ends (:mod:`edgees.backends.streams`)."""
 
     def __init__(self, parallel: int, micro: int, outputs: int, seamless: bool, ragged: bool) -> None:
-        self.parallel, self.micro, self.outputs = parallel, micro, outputs
+        self.parallel, self.micro, self.outputs, self.length = parallel, micro, outputs, 1 << 30
         self.seamless, self.ragged = seamless, ragged
         self.calls = Calls()
 
@@ -822,7 +822,7 @@ def estimate(chosen: Config, *, card: str = "", budget: str = "", task: Task | N
     :raises UsageError: unknown card or budget, or a card without the torch engine. :raises ModelError: of the headers.
     """
     chosen = chosen.absolute()
-    task = task or tune.open_task(chosen)
+    task = task or opening.open_task(chosen)
     chosen = chosen.with_defaults(task.defaults, f"task {task.name}")
     if not task.train:
         raise UsageError(f"task {task.name} has no rows to train on")

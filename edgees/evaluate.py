@@ -11,6 +11,7 @@ its 4-bit form, which is what was tuned, and its engine is not asked, so that no
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,8 +27,10 @@ from edgees.backends.base import CENTRE, Engine
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
 from edgees.delta import Delta
+from edgees.episodes import Message, transcript
 from edgees.errors import ExportError, UsageError
 from edgees.gguf_file import GgufFile
+from edgees.opening import Setup
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
@@ -47,13 +50,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """One model on the rows. rewards: float64 [rows], NaN where excluded; metrics: the same by name."""
+    """One model on the rows. rewards: float64 [rows], NaN where excluded; metrics: the same by name.
+
+    messages: of each episode, empty for single answers. completions: the texts, of episodes their transcripts.
+    """
 
     completions: list[str]
     tokens: list[tuple[int, ...]]
     rewards: np.ndarray
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    messages: list[tuple[Message, ...]] = field(default_factory=list)
 
 
 def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
@@ -70,6 +77,8 @@ def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
         raise UsageError(f"task {task.name} has no held-out rows", "give some in tuning with --eval-data FILE")
     other = name is not None and name != settings.task
     specs = (task.reward or settings.reward) if other else (settings.reward or task.reward)
+    if not specs and (task.episodes or settings.agent_cmd):
+        return task, Scorer([])  # the episodes pay themselves
     if not specs:
         raise UsageError(f"task {task.name} has no scorer", "name one in tuning with --reward score.py")
     return task, rewards.load(specs, deadline=settings.scorer_timeout)
@@ -96,49 +105,55 @@ def open_engine(settings: Config, path: Path, *, plain: bool) -> LlamaCppEngine:
     )  # fmt: skip
 
 
-def settings_of(settings: Config, task: Task) -> rollout.Settings:
-    """Greedy answers under the conditions of the run."""
-    return rollout.Settings(
-        max_tokens=settings.max_tokens or task.max_tokens,
-        conversation=lambda row: task.conversation(row, settings.system),
-        seed=settings.seed,
-    )
-
-
 def answer(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> Answers:
-    """The centre's greedy answers to ``rows``, scored."""
-    played = rollout.play(engine, rollout.every([CENTRE], rows), settings_of(settings, task))
-    texts = [t.completion for t in played]
-    scores = scorer.score(rows, texts)
+    """The centre's greedy answers to ``rows`` under the conditions of the run, scored."""
+    with ExitStack() as stack:
+        setup = Setup(settings, task, scorer, engine, lambda: None).with_players(stack)
+        played = rollout.play(engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
+    scores = rewards.judge(scorer, played)
     metrics = {
-        name: np.array([measure(row, text) for row, text in zip(rows, texts, strict=True)], np.float64)
+        name: np.array([measure(t.row, t.completion) for t in played], np.float64)
         for name, measure in task.metrics.items()
     }
+    reported = dict.fromkeys(name for t in played for name in t.parts)
+    metrics |= {name: np.array([t.parts.get(name, math.nan) for t in played], np.float64) for name in reported}
     return Answers(
-        texts,
+        [transcript(t.messages) if t.episode else t.completion for t in played],
         [t.tokens for t in played],
         np.array(scores.rewards, np.float64),
         metrics,
         [str(f) for f in scores.faults],
+        [t.messages for t in played],
     )
 
 
 Target = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def targets(
-    engine: Engine, rows: Sequence[Row], task: Task, settings: Config, given: Sequence[tuple[int, ...]]
-) -> list[Target]:
-    """(prompt, tokens to be found likely) per row: the reference answer, or else the answer that was ``given``."""
-    made = settings_of(settings, task)
+def targets(engine: Engine, rows: Sequence[Row], task: Task, settings: Config, given: Answers) -> list[Target]:
+    """(prompt, tokens to be found likely) per row: the reference answer, or else the answer that was given; of an
+    episode the first reply."""
     found: list[Target] = []
-    for row, tokens in zip(rows, given, strict=True):
-        conversation = made.conversation(row)
-        if row.answer is not None:
+    for row, tokens, messages in zip(rows, given.tokens, given.messages, strict=True):
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("content")), 0)
+        conversation = task.conversation(row, settings.system)
+        if first:
+            prompt = tuple(engine.encode_chat(messages[:first]))
+            found.append((prompt, tuple(engine.encode(str(messages[first]["content"])))))
+        elif row.answer is not None and not messages:
             found.append(rollout.reference(engine, conversation, row.answer))
         else:
-            found.append((tuple(engine.encode_chat(conversation)), tokens))
+            found.append((tuple(engine.encode_chat(conversation or messages)), tokens if not messages else ()))
     return found
+
+
+def texts(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> list[list[int]]:
+    """What the model reads and writes on ``rows``, as tokens: questions with their reference answers, or episodes."""
+    if task.episodes or settings.agent_cmd:
+        played = answer(engine, rows, task, scorer, settings)
+        return [engine.encode_chat(messages) for messages in played.messages if messages]
+    nothing = Answers([], [()] * len(rows), np.empty(0), messages=[()] * len(rows))
+    return [[*prompt, *target] for prompt, target in targets(engine, rows, task, settings, nothing)]
 
 
 def likelihoods(engine: Engine, wanted: Sequence[Target]) -> np.ndarray:
@@ -203,7 +218,7 @@ def examples(rows: Sequence[Row], base: Answers, tuned: Answers, count: int = EX
     return [
         {
             "row": rows[i].id,
-            "prompt": rows[i].messages[-1]["content"],
+            "prompt": rows[i].messages[-1]["content"] if rows[i].messages else json.dumps(dict(rows[i].columns)),
             "answer": rows[i].answer,
             "base": base.completions[i],
             "tuned": tuned.completions[i],
@@ -235,7 +250,8 @@ def evaluate(
         found, scorer = task_and_scorer or open_task(settings, task)
         stack.enter_context(scorer)
         chosen, voted = choose(found, rows, settings.eval_rows)
-        scorer.dry_run(chosen)
+        if not (found.episodes or settings.agent_cmd):
+            scorer.dry_run(chosen)
         scratch = Path(stack.enter_context(_scratch(run.folder)))
         exported, untuned = scratch / "tuned.gguf", scratch / "base.gguf"
         say(f"writing {run.weights} weights (generation {run.delta.generation}) as a temporary F16 GGUF")
@@ -249,7 +265,7 @@ def evaluate(
         say(f"{len(chosen)} held-out rows in plain llama.cpp: tuned")
         with open_engine(settings, exported, plain=True) as engine:
             tuned = answer(engine, chosen, found, scorer, settings)
-            wanted = targets(engine, chosen, found, settings, tuned.tokens)
+            wanted = targets(engine, chosen, found, settings, tuned)
             tuned_plain = likelihoods(engine, wanted)
         exported.unlink()
         say(f"{len(chosen)} held-out rows in plain llama.cpp: base, written in the same way")

@@ -296,13 +296,11 @@ class _Export:
         except EdgeesError as error:
             self.notes.append(f"rounded without regard to the task: {error.message}")
             return None
-        scorer.close()
         rows = task.train[:CALIBRATION_ROWS]
         names = [t.name for t in self.form.tensors.values() if len(t.dims) == 2 and t.name.startswith("blk.")]
         self.say(f"reading {len(rows)} training rows, to round with care")
-        with self.scored(stage) as engine:
-            nothing: list[tuple[int, ...]] = [()] * len(rows)
-            texts = [[*p, *t] for p, t in evaluate.targets(engine, rows, task, settings, nothing)]
+        with scorer, self.scored(stage) as engine:
+            texts = evaluate.texts(engine, rows, task, scorer, settings)
             found = moments.gather(engine, [t for t in texts if len(t) <= engine.context_length], names)
         if len(found) < len(names):
             self.notes.append(
@@ -416,8 +414,9 @@ class _Export:
         except EdgeesError:
             return []
         scorer.close()
-        made = evaluate.settings_of(self.run.settings, task)
-        return [list(made.conversation(row)) for row in task.heldout[:2]]
+        if task.episodes or self.run.settings.agent_cmd:  # what is said there is not known before it is played
+            return []
+        return [task.conversation(row, self.run.settings.system) for row in task.heldout[:2]]
 
     def rescore(self, stage: Path) -> dict[str, Any] | None:
         """What a re-rounded type costs: rewards and likelihoods on held-out rows before and after, paired by row."""
@@ -433,7 +432,7 @@ class _Export:
         with scorer:
             with self.runnable(stage) as path, evaluate.open_engine(settings, path, plain=True) as plain:
                 after = evaluate.answer(plain, rows, task, scorer, settings)
-                wanted = evaluate.targets(plain, rows, task, settings, after.tokens)
+                wanted = evaluate.targets(plain, rows, task, settings, after)
                 after_likely = evaluate.likelihoods(plain, wanted)
             with self.scored(stage) as engine:
                 before = evaluate.answer(engine, rows, task, scorer, settings)

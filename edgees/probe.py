@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +26,22 @@ from typing import Any
 import numpy as np
 
 from edgees import config as settings
-from edgees import rollout, tune
+from edgees import opening, rewards, rollout
 from edgees.backends.base import CENTRE, Member
 from edgees.config import SETTINGS, Config
 from edgees.delta import Delta
-from edgees.errors import UsageError
+from edgees.errors import NoSignal, UsageError
 from edgees.population import Population, RowOrder
+from edgees.rollout import Trajectory
 from edgees.tasks.rows import Row
-from edgees.update import fitness, loglik_weight, mix
+from edgees.update import fitness, loglik_weight, mix, shrinkage
 
 VARIED = ("sigma", "params", "noise", "rank", "amplitudes", "loglik", "scope", "factors", "temperature", "system")
 """Settings whose choices can be compared."""
+LADDER = (0.02, 0.04, 0.08, 0.16)
+"""What ``sigma = 0`` chooses from."""
+CLOSE = 0.7
+"""So large a part of the highest shrink will do."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,11 @@ def probe(base: Config, vary: Iterable[str] = ()) -> dict[str, Any]:
     name = ""
     for chosen, config in choices(base, list(vary)):
         with ExitStack() as stack:
-            setup = tune.open_setup(config, stack)
+            setup = opening.open_setup(config, stack)
             name = setup.task.name
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgees-probe-")))
             delta = stack.enter_context(
-                Delta.create(folder / "delta.safetensors", tune.spec_of(setup.config, setup.engine))
+                Delta.create(folder / "delta.safetensors", opening.spec_of(setup.config, setup.engine))
             )
             setup.engine.attach(delta)
             measured.append({"choice": chosen, **asdict(measure(setup))})
@@ -141,21 +146,21 @@ def probe(base: Config, vary: Iterable[str] = ()) -> dict[str, Any]:
     return {"task": name, "choices": measured, "best": best}
 
 
-def measure(setup: tune.Setup) -> Efficiency:
+def measure(setup: opening.Setup) -> Efficiency:
     """One generation of ``pairs`` pairs, each on ``rows`` rows of its own, its delta attached; nothing is updated.
 
     :raises UsageError: fewer than three pairs or two rows are asked for, or too few rewards are valid.
     """
     c, task = setup.config, setup.task
     order = RowOrder(c.seed, len(task.train), c.rows)
-    sigma = c.sigma if c.sigma_abs is None else c.sigma_abs
+    sigma = (c.sigma or LADDER[1]) if c.sigma_abs is None else c.sigma_abs
     if c.pairs < 3 or order.count < 2:
         raise UsageError("a probe needs at least three pairs and two rows", "--pairs 16 --rows 4")
     rows = [[task.train[i] for i in order.rows(pair)] for pair in range(c.pairs)]
     members = [(m, row) for m in Population(c.seed, c.pairs).ask(0, sigma) for row in rows[m.pair]]
     seen = {row.id: row for part in rows for row in part}
-    values, tokens = _rewards(setup, members)
-    centre, _ = _rewards(setup, [(CENTRE, row) for row in seen.values()])
+    values, tokens, _ = _rewards(setup, members)
+    centre, _, _ = _rewards(setup, [(CENTRE, row) for row in seen.values()])
     of_row = dict(zip(seen, centre, strict=True))
     try:
         return efficiency(
@@ -168,8 +173,87 @@ def measure(setup: tune.Setup) -> Efficiency:
         ) from error
 
 
-def _rewards(setup: tune.Setup, rollouts: Sequence[tuple[Member, Row]]) -> tuple[np.ndarray, int]:
-    """Rewards as in a run's first generation, float64, NaN where there is none; tokens that went through the model."""
+@dataclass(frozen=True)
+class Seen:
+    """What members of one sigma showed. spread: standard deviation of their mean rewards; shrink: share of the pairs'
+    differences that is no noise of rows; reward: mean."""
+
+    sigma: float
+    spread: float
+    shrink: float
+    reward: float
+
+
+def choose_sigma(setup: opening.Setup, say: Callable[[str], None] = lambda text: None) -> float:
+    """A sigma at which members differ, for setting ``sigma = 0``; tried with a delta attached, for about the rollouts
+    of a generation.
+
+    The smallest of :data:`LADDER` at which the pairs' differences stand out of the rows' own spread nearly as much as
+    they do anywhere: a larger one sees no more and pays more curvature. What was seen is said.
+
+    :raises NoSignal: all rewards are equal at every sigma; the message says why, as far as the episodes show it.
+    """
+    c, task = setup.config, setup.task
+    order = RowOrder(c.seed, len(task.train), c.rows)
+    rows = [task.train[i] for i in order.rows(0)]
+    pairs = max(3, -(-c.pairs // len(LADDER)))
+    seen: list[Seen] = []
+    played: list[Trajectory] = []
+    for sigma in LADDER:
+        members = Population(c.seed, pairs).ask(0, sigma)
+        values, _, answers = _rewards(setup, rollout.every(members, rows))
+        played += answers
+        fit = fitness(values.reshape(pairs, 2, len(rows)))
+        known = fit.mean[np.isfinite(fit.mean)]
+        spread = float(known.std()) if known.size else 0.0
+        seen.append(
+            Seen(
+                sigma, spread, shrinkage(fit) if len(rows) > 1 else 1.0, float(known.mean()) if known.size else math.nan
+            )
+        )
+    told = ", ".join(f"{s.sigma:g}: reward {s.reward:.4g} +- {s.spread:.2g}, shrink {s.shrink:.2f}" for s in seen)
+    useful = [s for s in seen if s.spread > 1e-12 * max(1.0, abs(s.reward))]
+    if not useful:
+        raise NoSignal(
+            f"all rewards are equal ({seen[0].reward:.4g}) at every sigma tried, {LADDER[0]:g} to {LADDER[-1]:g}: "
+            f"no signal, because {_why(played)}",
+            "members must differ in reward: partial credit, an example in the prompt, an easier start, or --sigma to "
+            "try it all the same",
+        )
+    most = max(s.shrink for s in useful)
+    chosen = next((s for s in useful if s.shrink >= CLOSE * most), None) if most else None
+    chosen = chosen or max(useful, key=lambda s: s.spread / s.sigma)
+    say(f"sigma = {chosen.sigma:g}, chosen by a probe (sigma: members' mean reward +- spread): {told}")
+    if not most:
+        say("the rows' own spread explains all differences between members so far: more rows or pairs may be needed")
+    return chosen.sigma
+
+
+def _why(played: Sequence[Trajectory]) -> str:
+    """What the trajectories have in common that explains equal rewards."""
+    if not played:
+        return "the likelihood of the reference answers does not depend on the weights that are tuned"
+    count = len(played)
+    broken = [t for t in played if t.fault]
+    truncated = sum(t.outcome in ("truncated", "length") for t in played)
+    overflow = sum(t.outcome == "overflow" for t in played)
+    invalid = [t.parts["invalid"] for t in played if "invalid" in t.parts]
+    texts = {t.completion.strip() for t in played}
+    if len(broken) == count:
+        return f"every episode failed ({broken[0].fault})"
+    if invalid and min(invalid) >= 1.0:
+        return "every action was invalid"
+    if overflow == count:
+        return "the context was full in every episode"
+    if truncated == count:
+        return "every episode was cut at its limit of turns or tokens"
+    if len(texts) == 1:
+        return f"all {count} answers are the same text"
+    return f"the scorer gave the same to all of {len(texts)} different answers"
+
+
+def _rewards(setup: opening.Setup, rollouts: Sequence[tuple[Member, Row]]) -> tuple[np.ndarray, int, list[Trajectory]]:
+    """Rewards as in a run's first generation, float64, NaN where there is none; tokens processed; what was played."""
     c = setup.config
     weight = loglik_weight(0.0, c.loglik, c.loglik_hold, c.loglik_end)
     replies = setup.replies(0, c.temperature)
@@ -180,15 +264,16 @@ def _rewards(setup: tune.Setup, rollouts: Sequence[tuple[Member, Row]]) -> tuple
         last = so_far
 
     scored = likely = None
+    answers: list[Trajectory] = []
     if weight < 1.0:
         answers = rollout.play(setup.engine, rollouts, replies, count)
         tokens, last = tokens + last, 0
-        scored = np.array(setup.scorer.score([t.row for t in answers], [t.completion for t in answers]).rewards)
+        scored = np.array(rewards.judge(setup.scorer, answers).rewards)
     if weight > 0.0:
         scores = rollout.likelihood(setup.engine, rollouts, replies, count)
         tokens += last
         likely = np.array([math.nan if s is None else s.mean for s in scores])
-    return mix(scored, likely, weight), tokens
+    return mix(scored, likely, weight), tokens, answers
 
 
 def lines(found: dict[str, Any]) -> list[str]:

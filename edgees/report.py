@@ -21,6 +21,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -524,6 +525,7 @@ def write_page(
             cells += [_short(r.get(y)) for _, y in extra]
             lines.append(f"| {r['generation']} | {' | '.join(cells)} |")
         lines.append("")
+    lines += examples(run, rows)
     if told:
         lines += ["## What the watchdogs said", ""]
         lines += [f"- after generation {r['generation']}: **{r['finding']}**: {_as_text(r['text'])}" for r in told]
@@ -551,6 +553,60 @@ def write_page(
     path = run / "README.md"
     write_atomic(path, "\n".join(lines).encode())
     return path
+
+
+def examples(run: Path, rows: Sequence[Record]) -> list[str]:
+    """Held-out rows before and after, side by side: the one that gained most and the one that lost most."""
+    evaluated = [int(r["generation"]) for r in rows if r.get("heldout") is not None]
+    best = max((r for r in rows if r.get("heldout") is not None), key=lambda r: float(r["heldout"]), default=None)
+    if best is None or not best["generation"] or 0 not in evaluated:
+        return []
+    base, tuned = (_traces(run / "traces" / f"eval-{g:06d}.jsonl") for g in (0, int(best["generation"])))
+    change = {
+        row: float(tuned[row]["reward"]) - float(base[row]["reward"])
+        for row in base
+        if row in tuned and None not in (base[row].get("reward"), tuned[row].get("reward"))
+    }
+    order = sorted(change, key=lambda row: (-change[row], row))
+    chosen = list(dict.fromkeys([*order[:1], *(row for row in order[-1:] if change[row] < 0)]))
+    lines: list[str] = []
+    for row in chosen:
+        heads = [f"{name}: {float(t['reward']):.3f}" for name, t in (("base", base[row]), ("tuned", tuned[row]))]
+        lines += [f"Held-out row {_cell(row)}:", "", f"| | {' | '.join(heads)} |", "|---|---|---|"]
+        said = [_said(trace) for trace in (base[row], tuned[row])]
+        for turn in range(max(map(len, said))):
+            cells = [column[turn] if turn < len(column) else ("", "") for column in said]
+            lines.append(f"| {cells[0][0] or cells[1][0]} | {cells[0][1]} | {cells[1][1]} |")
+        lines.append("")
+    return ["## Before and after", "", *lines] if lines else []
+
+
+def _traces(path: Path) -> dict[str, Record]:
+    """The lines of a trace by row; nothing where it is missing or damaged."""
+    found: dict[str, Record] = {}
+    with suppress(OSError, ValueError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            record = json.loads(line)
+            found[str(record["row"])] = record
+    return found
+
+
+def _said(trace: Record) -> list[tuple[str, str]]:
+    """(role, text) of each message of a trace, fit for cells of a table."""
+    messages = trace.get("messages") or [{"role": "assistant", "content": trace.get("answer")}]
+    said = []
+    for message in messages:
+        calls = [c.get("function", {}) for c in message.get("tool_calls") or ()]
+        text = " ".join([str(message.get("content") or ""), *(f"{c.get('name')}({c.get('arguments')})" for c in calls)])
+        said.append((_cell(str(message.get("role"))), _cell(text)))
+    return said
+
+
+def _cell(text: str, width: int = 300) -> str:
+    """One cell of a table of Markdown: a model may write anything."""
+    flat = " ".join(text.split())
+    flat = "".join(c if c.isprintable() else "·" for c in flat)
+    return _as_text(flat if len(flat) <= width else flat[: width - 3] + "...")
 
 
 def write(run: Path, settings: Record | None = None, summary: Record | None = None) -> tuple[list[Path], list[str]]:

@@ -23,13 +23,15 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from edgees.children import FOLDER as _CHILDREN
 from edgees.children import Child, ChildDied, ChildTimeout, calling, trace_lines
+from edgees.episodes import Message
 from edgees.errors import DataError, ScorerError, UsageError
+from edgees.rollout import Trajectory
 from edgees.tasks.reading import json_object, number, same
 from edgees.tasks.rows import RewardFunction, Row, as_text
 
@@ -41,6 +43,8 @@ PLACEHOLDER = "edgees dry run"
 """The completion of a dry run on rows without a reference answer."""
 
 NAN = math.nan
+Answer = str | Sequence[Message]
+"""What was answered to a row: a text, or all the messages of an episode."""
 Outcome = tuple[bool, Any]
 """(True, reward) or (False, why there is none)."""
 
@@ -144,7 +148,7 @@ class _Part(Protocol):
     def check(self) -> None:
         """Load what can be loaded. Raises ScorerError or UsageError."""
 
-    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]: ...
+    def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]: ...
 
     def close(self) -> None: ...
 
@@ -170,11 +174,11 @@ class _BuiltIn:
                 "Give every row an answer that fits the scorer, or take the row out.",
             )
 
-    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+    def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for row, completion in zip(rows, completions, strict=True):
             try:
-                outcomes.append((True, self._function(row, completion)))
+                outcomes.append((True, self._function(row, last_text(completion))))
             except NoReward as error:
                 outcomes.append((False, str(error)))
         return outcomes
@@ -193,7 +197,7 @@ class _InProcess:
     def check(self) -> None:
         pass
 
-    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+    def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]:
         arguments = _arguments(rows, completions)
         _require(self.name, calling.parameters_of(self._function)[1], arguments)
         try:
@@ -222,8 +226,8 @@ class _InChild:
     def check(self) -> None:
         pass
 
-    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
-        arguments: dict[str, Any] = {"completions": list(completions)}
+    def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]:
+        arguments: dict[str, Any] = {"completions": [last_text(c) for c in completions]}
         if self._function == "gym":
             arguments["entries"] = [row.entry for row in rows]
             if None in arguments["entries"]:
@@ -294,7 +298,7 @@ class _OfFile(_InChild):
         self.name = f"{self._path.name}:{self._function}"
         self._required = [str(name) for name in answer["required"]]
 
-    def values(self, rows: Sequence[Row], completions: Sequence[str]) -> list[Outcome]:
+    def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]:
         self.check()
         arguments = _arguments(rows, completions)
         _require(self.name, self._required or [], arguments)
@@ -314,12 +318,50 @@ def _where(trace: str) -> str:
     return f"{Path(file).name}:{line} in {function}"
 
 
-def _arguments(rows: Sequence[Row], completions: Sequence[str]) -> dict[str, Any]:
+def last_text(answer: Answer) -> str:
+    """The text of an answer; of an episode that of the last reply."""
+    if isinstance(answer, str):
+        return answer
+    said = [m for m in answer if m.get("role") == "assistant"]
+    return str(said[-1].get("content") or "") if said else ""
+
+
+def judge(scorer: Scorer, played: Sequence[Trajectory]) -> Scores:
+    """Rewards of trajectories: the scorer's, or where it has no functions what the episodes themselves paid.
+
+    An episode that broke down has no reward whatever the scorer might say to it.
+    """
+    rewards, faults, parts = [NAN] * len(played), list[Fault](), dict[str, list[float]]()
+    sound = [i for i, t in enumerate(played) if not t.fault]
+    if scorer.names:
+        scores = scorer.score([played[i].row for i in sound], [played[i].answer for i in sound])
+        for i, reward in zip(sound, scores.rewards, strict=True):
+            rewards[i] = reward
+        faults = [replace(fault, index=sound[fault.index]) for fault in scores.faults]
+        parts = {name: [NAN] * len(played) for name in scores.parts}
+        for name, values in scores.parts.items():
+            for i, value in zip(sound, values, strict=True):
+                parts[name][i] = value
+    for i, t in enumerate(played):
+        paid = t.reward
+        if t.fault:
+            faults.append(Fault(i, t.row.id, "the episode", t.fault))
+        elif not scorer.names and (paid is None or not math.isfinite(paid)):
+            faults.append(Fault(i, t.row.id, "the episode", f"it ended without a reward ({t.outcome})"))
+        elif not scorer.names and paid is not None:
+            rewards[i] = paid
+    return Scores(rewards, sorted(faults, key=lambda fault: fault.index), parts)
+
+
+def _arguments(rows: Sequence[Row], completions: Sequence[Answer]) -> dict[str, Any]:
     """TRL's keyword arguments for a batch."""
     prompts: list[Any] = []
     given: list[Any] = []
     for row, text in zip(rows, completions, strict=True):
-        if row.prompt is not None:
+        if not isinstance(text, str):
+            prompts.append(row.prompt if row.prompt is not None else [dict(message) for message in row.messages])
+            given.append([dict(message) for message in text])
+        elif row.prompt is not None:
             prompts.append(row.prompt)
             given.append(text)
         else:
@@ -390,7 +432,7 @@ class Scorer:
         for part, _ in self._parts:
             part.check()
 
-    def score(self, rows: Sequence[Row], completions: Sequence[str]) -> Scores:
+    def score(self, rows: Sequence[Row], completions: Sequence[Answer]) -> Scores:
         """Rewards of ``completions[i]``, given for ``rows[i]``. Raises ScorerError (see the module)."""
         if len(rows) != len(completions):
             raise ValueError(f"{len(rows)} rows and {len(completions)} completions")

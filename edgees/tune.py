@@ -5,25 +5,25 @@ Nothing is printed here: an observer (:class:`edgees.report.Observer`) is told w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 import shlex
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from edgees import __version__, config, merge, model_path, native, report, rewards, rollout, watch
+from edgees import config, report, rewards, rollout, watch
+from edgees import probe as probing
 from edgees.backends.base import CENTRE, Engine, Member, Request, Score
 from edgees.checkpoint import (
     RunFolder,
@@ -35,17 +35,16 @@ from edgees.checkpoint import (
 )
 from edgees.config import Config
 from edgees.delta import Delta, DeltaSpec, require_space
-from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError, UsageError
+from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError
 from edgees.history import History, short_float32s, with_header
+from edgees.opening import Setup, base_hash, open_engine, open_setup, require_same_base, spec_of, under_names_of
 from edgees.population import Population, RowOrder, request_seed, sigma_at
 from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
-from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
 from edgees.update import Update, loglik_weight, mix, update
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REPLY, PIECE, OVERLAP = 24, 64, 8
 """Tokens of the base's replies to general prompts, and of the pieces of general text, whose first ones are not scored.
 Short, so that they need no longer context than the task does."""
@@ -103,14 +102,28 @@ def tune(
         run folder has a history, everything up to the last complete generation is saved whatever happens.
     """
     with ExitStack() as stack:
-        setup = _open(config, engine, task, scorer, stack)
+        observer = observer or Observer()
+        setup = open_setup(config, stack, engine, task, scorer)
         spec = spec_of(setup.config, setup.engine)
         _require_space(setup.config, spec)
+        if setup.config.sigma == 0.0 and setup.config.sigma_abs is None:
+            setup = _with_sigma(setup, spec, observer)
         folder = stack.enter_context(RunFolder.create(setup.config))
         with folder.made_or_removed():
             delta = stack.enter_context(Delta.create(folder.delta_path, spec))
             history = History.create(folder.history_path, setup.header(spec))
-        return _Run(setup, folder, history, delta, observer or Observer()).carry_on()
+        return _Run(setup, folder, history, delta, observer).carry_on()
+
+
+def _with_sigma(setup: Setup, spec: DeltaSpec, observer: Observer) -> Setup:
+    """The same with a sigma found by trying; the configuration has it from here on, as if it had been given."""
+    with (
+        TemporaryDirectory(prefix="edgees-probe-") as scratch,
+        Delta.create(Path(scratch) / "delta.safetensors", spec) as nothing,
+    ):
+        setup.engine.attach(nothing)
+        sigma = probing.choose_sigma(setup, observer.on_message)
+    return replace(setup, config=replace(setup.config, sigma=sigma, given=setup.config.given | {"sigma"}))
 
 
 def resume(
@@ -130,7 +143,7 @@ def resume(
         folder = stack.enter_context(RunFolder.open(run))
         begun = History.open(folder.history_path, repair=False)
         folder.check_config(begun)
-        setup = _open(folder.config, engine, task, scorer, stack, begun)
+        setup = open_setup(folder.config, stack, engine, task, scorer, begun)
         history, delta = recover(folder)
         stack.enter_context(delta)
         for note in folder.notes:
@@ -147,12 +160,12 @@ def rehearse(
     seconds (expected), sample ({"row", "answer", "reward"}), warnings.
     """
     with ExitStack() as stack:
-        setup = _open(config, engine, task, scorer, stack)
+        setup = open_setup(config, stack, engine, task, scorer)
         c, task = setup.config, setup.task
         spec = spec_of(c, setup.engine)
         disk = _require_space(c, spec)
         costs, answers = probe(setup)
-        scores = setup.scorer.score([t.row for t in answers[:1]], [t.completion for t in answers[:1]])
+        scores = rewards.judge(setup.scorer, answers[:1])
         sample = {"row": answers[0].row.id, "answer": answers[0].completion, "reward": scores.rewards[0]}
         return {
             "model": c.model, "task": task.name, "train": len(task.train), "heldout": len(task.heldout),
@@ -185,7 +198,7 @@ def replay(history: str | Path, *, model: str, out: str | Path, engine: str | No
     config_ = config.load(resolved if resolved.exists() else None, settings | given).absolute()
     header = journal.header
     if engine is None:
-        _require_same_base(journal, base_hash(config_), model)
+        require_same_base(journal, base_hash(config_), model)
     elif (found := base_hash(config_)) != header["base"]:
         header = _moved(journal, config_, found)
     _require_space(config_, journal.spec)
@@ -204,44 +217,13 @@ def _moved(journal: History, config: Config, base: str) -> dict[str, Any]:
     """The header of a run that goes over to another form of its base. :raises RunError: it lacks a tensor."""
     old = journal.header
     with closing(open_engine(config)) as engine:
-        spec = _under_names_of(engine, journal.spec, config.model)
+        spec = under_names_of(engine, journal.spec, config.model)
     left = {"base": old["base"], "model": old.get("model"), "engine": old["config"]["engine"]}
     return {
         **old, "base": base, "model": Path(config.model).name, "delta": spec.to_dict(),
         "config": {**old["config"], "engine": config.engine},
         "origin": [*old.get("origin", []), {**left, "generations": journal.generation}],
     }  # fmt: skip
-
-
-def _under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
-    """What a delta means to another engine: the same tensors, where they are there and in which order of rows.
-
-    :raises RunError: the first tensor that is missing, has another shape, or cannot be tuned there.
-    """
-    there = {t.name: t for t in engine.tensors}
-    frozen = dict(engine.frozen)
-    tensors = []
-    for t in spec.tensors:
-        found = there.get(t.name)
-        if found is None:
-            raise RunError(
-                f"{model} has no tensor {t.name} to tune, which the history holds steps for"
-                + (f": {frozen[t.name]}" if t.name in frozen else ""),
-                "give another form of the very model that the history began with",
-            )
-        if (found.rows, found.cols) != (t.rows, t.cols):
-            raise RunError(
-                f"{t.name} is {found.rows} x {found.cols} in {model}, {t.rows} x {t.cols} in the history",
-                "give another form of the very model that the history began with",
-            )
-        tensors.append(replace(t, source=found.source, heads=found.heads))
-    names = {t.name for t in spec.tensors}
-    if HEAD in there and HEAD not in names and EMBEDDING in names:
-        raise RunError(
-            f"{model} has a tensor {HEAD} of its own; in the run it was {EMBEDDING}, or was not tuned",
-            "give a form of the model that shares the two, as the first base did",
-        )
-    return replace(spec, tensors=tuple(tensors))
 
 
 def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
@@ -259,157 +241,6 @@ def report_of(run: str | Path) -> tuple[RunResult, list[Path], list[str]]:
 
 
 # --- the parts of a run ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that a run is made of but its folder."""
-
-    config: Config
-    task: Task
-    scorer: Scorer
-    engine: Engine
-    release: Callable[[], None]
-    """Closes the engine if it was made here."""
-
-    def header(self, spec: DeltaSpec) -> dict[str, Any]:
-        """First line of the journal."""
-        return {
-            "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
-            "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
-            "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
-        }  # fmt: skip
-
-    def replies(self, generation: int, temperature: float) -> rollout.Settings:
-        return rollout.Settings(
-            max_tokens=self.config.max_tokens or self.task.max_tokens,
-            conversation=lambda row: self.task.conversation(row, self.config.system),
-            temperature=temperature,
-            seed=self.config.seed,
-            generation=generation,
-        )
-
-    def heldout(self) -> list[Row]:
-        """The rows of an evaluation: all held out, or always the same ``eval_rows`` of them, chosen by a hash."""
-        rows, count = list(self.task.heldout), self.config.eval_rows
-        if not count or count >= len(rows):
-            return rows
-        by_hash = sorted(rows, key=lambda row: hashlib.blake2b(row.id.encode(), digest_size=8).digest())
-        names = {row.id for row in by_hash[:count]}
-        return [row for row in rows if row.id in names]
-
-
-def open_setup(config: Config, stack: ExitStack) -> Setup:
-    """Rows, scorer and model of a configuration, checked as for a run; closed with ``stack``."""
-    return _open(config, None, None, None, stack)
-
-
-def _open(
-    config: Config,
-    engine: Engine | None,
-    task: Task | None,
-    scorer: Scorer | None,
-    stack: ExitStack,
-    begun: History | None = None,
-) -> Setup:
-    """What is not given is made, the cheap before the dear: rows, scorer (tried on a dry run), model.
-
-    begun: the journal of a run that is to go on with just these rows and this model.
-    """
-    config = config.absolute()
-    task = task or open_task(config)
-    if begun is None:
-        config = config.with_defaults(task.defaults, f"task {task.name}")
-    elif _data_hash(config, task) != begun.header["data"]:
-        raise RunError(
-            f"the rows of task {task.name} are not those that {begun.path.parent} began with", "restore the data"
-        )
-    _check_task(config, task)
-    scorer = scorer or stack.enter_context(open_scorer(config, task))
-    scorer.dry_run(task.train)
-    native.threads(config.threads)
-    models = stack.enter_context(ExitStack())
-    if engine is None:
-        engine = open_engine(config)
-        models.callback(engine.close)
-    if begun is not None:
-        _require_same_base(begun, engine.base_hash, config.model)
-        moved = "origin" in begun.header  # by replay: the measures of the first base hold
-        if (_under_names_of(engine, begun.spec, config.model) if moved else spec_of(config, engine)) != begun.spec:
-            raise RunError(
-                f"the engine sees other tensors than {begun.path.parent} began with",
-                "use the edgees version that began it",
-            )
-    return Setup(config, task, scorer, engine, models.close)
-
-
-def open_task(config: Config) -> Task:
-    """The task that a configuration names. Its split does not depend on the run's seed: runs stay comparable."""
-    return load_task(
-        config.task,
-        eval_data=config.eval_data or None,
-        split=config.heldout,
-        limit=config.limit or None,
-    )
-
-
-def open_scorer(config: Config, task: Task) -> Scorer:
-    """The user's scorers, else the task's own. :raises UsageError: there is none."""
-    specs = config.reward or task.reward
-    if not specs:
-        raise UsageError(f"task {task.name} has no scorer of its own", "name one: --reward score.py, or --reward exact")
-    return rewards.load(specs, deadline=config.scorer_timeout)
-
-
-def open_engine(config: Config) -> Engine:
-    """The engine that a configuration names, its model loaded."""
-    if config.engine == "toy":
-        from edgees.backends.toy import ToyEngine
-
-        return ToyEngine(config.model, params=config.pattern)
-    if config.engine == "llamacpp":
-        from edgees.backends.llamacpp import LlamaCppEngine
-
-        return LlamaCppEngine(
-            model_path.resolve(config.model), context=config.context, parallel=config.parallel,
-            threads=config.threads, params=config.pattern or None,
-        )  # fmt: skip
-    from edgees.backends.torch_nf4 import TorchEngine
-
-    return TorchEngine(
-        model_path.resolve_folder(config.model), context=config.context, parallel=config.parallel,
-        threads=config.threads, params=config.pattern or None, device=config.device,
-    )  # fmt: skip
-
-
-def base_hash(config: Config) -> str:
-    """``sha256:...`` of the base that a configuration names, without loading it into an engine."""
-    if config.engine == "toy":
-        return open_engine(config).base_hash
-    with merge.open_base(config) as base:
-        return base.sha256()
-
-
-def spec_of(config: Config, engine: Engine) -> DeltaSpec:
-    """What is tuned, and how."""
-    view = config.view
-    return DeltaSpec(
-        tuple(replace(t, amplitude=_amplitude(config, t.name)) for t in engine.tensors),
-        view,
-        config.bits if view == "refined" else 0,
-        config.factors if view == "adapter" else 0,
-        config.noise,
-        config.rank,
-        config.seed,
-        absolute=config.sigma_abs is not None,
-    )
-
-
-def _amplitude(config: Config, name: str) -> float:
-    for pattern, factor in config.factors_by_name:
-        if re.search(pattern, name):
-            return factor
-    return 1.0
 
 
 # --- how long it takes ------------------------------------------------------------------------------------------------
@@ -636,7 +467,7 @@ class _Run:
 
     def score(self, answers: Sequence[Trajectory], excluded: list[list[Any]]) -> list[float]:
         """A reward per answer, NaN for those that have none; these are added to ``excluded``."""
-        scores = self.scorer.score([t.row for t in answers], [t.completion for t in answers])
+        scores = rewards.judge(self.scorer, answers)
         for fault in scores.faults:
             t = answers[fault.index]
             sign = t.member.sign if t.member.amplitude else 0
@@ -679,10 +510,7 @@ class _Run:
             "se": float(valid.std(ddof=1) / math.sqrt(valid.size)) if valid.size > 1 else None,
             "rows": len(rows),
             "rewards": _numbers(values),
-            "metrics": {
-                name: float(np.mean([measure(t.row, t.completion) for t in answers]))
-                for name, measure in self.task.metrics.items()
-            },
+            "metrics": self.measures(answers),
             "excluded": excluded,
             **_texts(answers),
         }
@@ -702,6 +530,16 @@ class _Run:
         append_line(self.folder.path / "metrics.jsonl", record)
         self.observer.on_eval(record)
         self.look(generation)
+
+    def measures(self, answers: Sequence[Trajectory]) -> dict[str, float]:
+        """The task's metrics, and what episodes report of themselves: means over the rows that have them."""
+        found = {name: [measure(t.row, t.completion) for t in answers] for name, measure in self.task.metrics.items()}
+        for t in answers:
+            for name, value in t.parts.items():
+                found.setdefault(name, []).append(value)
+        if any(t.episode for t in answers):
+            found["turns"] = [float(t.turns) for t in answers]
+        return {name: float(np.mean(values)) for name, values in found.items()}
 
     def general(self, entry: dict[str, Any]) -> dict[str, Any]:
         """How far the model has moved where nobody meant to change it: ``kl`` and ``perplexity`` of an evaluation.
@@ -766,6 +604,7 @@ class _Run:
                 {
                     "row": t.row.id, "pair": t.member.pair, "sign": t.member.sign if t.member.amplitude else 0,
                     "reward": value if math.isfinite(value) else None, "outcome": t.outcome, "answer": t.completion,
+                    **_of_episode(t),
                 },
                 ensure_ascii=False,
             )
@@ -879,6 +718,16 @@ def _of_answers(made: _Generation) -> dict[str, Any]:
     return {"excluded": made.excluded, **_texts(made.answers), "tokens": made.tokens}
 
 
+def _of_episode(t: Trajectory) -> dict[str, Any]:
+    """What a trace tells of an episode beyond a single answer."""
+    if not t.episode:
+        return {}
+    return {
+        "reason": t.reason, "fault": t.fault, "turns": t.turns, "tokens": len(t.tokens), "paid": t.reward,
+        "parts": dict(t.parts), "messages": list(t.messages),
+    }  # fmt: skip
+
+
 def _texts(answers: Sequence[Trajectory]) -> dict[str, Any]:
     """distinct: different texts; majority: share of the commonest; length: mean tokens; the rest: counts."""
     if not answers:
@@ -889,26 +738,13 @@ def _texts(answers: Sequence[Trajectory]) -> dict[str, Any]:
         "distinct": len(texts),
         "majority": max(texts.values()) / len(answers),
         "length": tokens / len(answers),
-        "truncated": sum(t.outcome == "length" for t in answers),
+        "truncated": sum(t.outcome in ("length", "truncated") for t in answers),
         "overflow": sum(t.outcome == "overflow" for t in answers),
         "tokens": tokens,
     }
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def _check_task(config: Config, task: Task) -> None:
-    if not task.train:
-        raise UsageError(f"task {task.name} has no rows to train on")
-    if config.loglik > 0.0:
-        without = [row.id for row in task.train if row.answer is None]
-        if without:
-            raise UsageError(
-                f"loglik = {config.loglik:g} needs an answer in every row; {len(without)} have none, the first is row "
-                f"{without[0]}",
-                "add the column, or set loglik = 0",
-            )
 
 
 def _require_space(config: Config, spec: DeltaSpec) -> int:
@@ -921,27 +757,6 @@ def _require_space(config: Config, spec: DeltaSpec) -> int:
         folder = folder.parent
     require_space(folder, 3 * size, "a run (the learned weights, the best so far, and one copy in the making)")
     return 3 * size
-
-
-def _require_same_base(history: History, found: str, model: str) -> None:
-    if found != history.header["base"]:
-        raise RunError(
-            f"the model {model} is not the one that {history.path.parent} began with: it is {found}, "
-            f"the history says {history.header['base']}",
-            "give, or put back, the original file; edgees replay --engine takes another form of the same model",
-        )
-
-
-def _data_hash(config: Config, task: Task) -> str:
-    """SHA-256 of all rows, as the scorer and the model see them."""
-    digest = hashlib.sha256()
-    for part in (task.train, task.heldout):
-        for row in part:
-            whole = [row.id, task.conversation(row, config.system), dict(row.columns), row.answer, row.entry]
-            digest.update(json.dumps(whole, sort_keys=True, default=str).encode())
-            digest.update(b"\n")
-        digest.update(b"\n")
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _frozen(engine: Engine) -> list[str]:

@@ -1,8 +1,8 @@
 """From rewards to a step: shaping, shrink, drift budget. Pure: numbers in, numbers out.
 
 The estimate is paired: ``d[p]``, half the difference between the mean rewards of the two members of a pair, over the
-rows that have a reward for both. One-sided populations (a single member a "pair") have the difference to the mean of all
-members on the same row instead. What a step does with ``d`` depends on the shaping:
+rows that have a reward for both. One-sided populations (a single member a "pair") have the difference to the mean of
+all members on the same row instead. What a step does with ``d`` depends on the shaping:
 
 - ``zscore``: ``z = d / std(F)``, F the mean rewards of all members;
 - ``ranks``: the same on centred ranks of F instead of F;
@@ -25,7 +25,7 @@ SHAPINGS = ("zscore", "ranks", "raw")
 
 @dataclass(frozen=True)
 class Fitness:
-    """mean: float64 [P, 1 or 2] over the rows valid for all signs (NaN: no such row); d, se: float64 [P]; rows: int [P].
+    """mean: float64 [P, 1 or 2], over rows valid for all signs (NaN: no such row); d, se: float64 [P]; rows: int [P].
 
     ``se`` is the standard error of ``d`` from the spread over rows, NaN with fewer than two rows.
     """

@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgees import __version__, config, tune
+from edgees import __version__, config, opening, tune
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
 from edgees.checkpoint import write_atomic
 from edgees.config import Config
@@ -287,7 +287,7 @@ class Workshop:
     def engine(self, c: Config) -> CountingEngine:
         key = self.key(c)
         if key not in self.engines:
-            self.engines[key] = CountingEngine(tune.open_engine(c))
+            self.engines[key] = CountingEngine(opening.open_engine(c))
         return self.engines[key]
 
     def close_all_but(self, wanted: set[tuple[Any, ...]]) -> None:
@@ -303,7 +303,7 @@ class Workshop:
         with tempfile.TemporaryDirectory(prefix="study-") as folder:
             where = Path(folder) / "run"
             try:
-                task = tune.open_task(settings)
+                task = opening.open_task(settings)
                 if measure not in ("reward", "loglik", *task.metrics):
                     raise UsageError(f"task {task.name} has no measure {measure}", f"it has: {', '.join(task.metrics)}")
                 line["settings"] = _not_default(settings.with_defaults(task.defaults))
@@ -670,7 +670,7 @@ def rehearse(plan: Plan, runs: Sequence[Run]) -> None:
     done, total, left = latest(plan, read_lines(plan.folder / "runs.jsonl")), 0, 0
     for run in runs:
         settings = run.settings()
-        rollouts = expected_rollouts(settings, tune.open_task(settings))
+        rollouts = expected_rollouts(settings, opening.open_task(settings))
         state = str(done.get((run.task, run.arm, run.seed), {}).get("state", "to do"))
         if state != "finished":
             total, left = total + (rollouts or 0), left + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgees import config, tune
+from edgees import config, opening
 from edgees.checkpoint import RunFolder
 from edgees.delta import Delta
 from edgees.history import History
@@ -18,8 +18,8 @@ def make_run(
     """A run on ``model`` with ``generations`` steps of about ``lr`` times each tensor's RMS; its best is the last."""
     given = {"model": str(model), "run": str(run), "scope": scope, "pairs": 4, "seed": 7, "factors": 8, **options}
     settings = config.load(None, given)
-    with tune.open_engine(settings) as engine, RunFolder.create(settings) as folder:
-        spec = tune.spec_of(settings, engine)
+    with opening.open_engine(settings) as engine, RunFolder.create(settings) as folder:
+        spec = opening.spec_of(settings, engine)
         header = {
             "base": engine.base_hash, "config": settings.public(free=False), "seed": settings.seed,
             "pairs": settings.pairs, "delta": spec.to_dict(), "data": "",

@@ -51,7 +51,7 @@ def test_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
         ("pairs", 0, "at least 1"),
         ("pairs", 1.5, "whole number"),
         ("pairs", True, "number"),
-        ("sigma", 0.0, "more than 0"),
+        ("sigma", -0.1, "at least 0"),
         ("sigma", float("nan"), "finite"),
         ("sigma", "big", "number"),
         ("sigma_end", 0, "more than 0"),

@@ -6,6 +6,7 @@ learned, plus the member's noise from :mod:`edgees.noise`. It runs in NumPy, in 
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import math
 import re
@@ -21,7 +22,7 @@ from models import tiny_gguf
 from test_llamacpp import SEED, member, perturbation
 
 from edgees import noise
-from edgees.backends.base import CENTRE, Member, Request, TensorInfo
+from edgees.backends.base import CENTRE, Completion, Member, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.backends.toy import ToyEngine
 from edgees.delta import Delta, DeltaSpec, Step
@@ -291,6 +292,87 @@ def test_order_company_and_what_came_before_change_nothing(kind: Kind, tmp_path:
         for a, b, c in zip(likely, backwards, alone, strict=True):
             assert (a == b == c) if kind.exact else max(abs(a.sum - b.sum), abs(a.sum - c.sum)) < 1e-4 * a.tokens
         assert len({s.sum for s in likely[:3]}) == 3  # three members, three models
+    engine.close()
+
+
+class Turns:
+    """Conversations of several turns at once, each turn's prompt the last with its reply and some more behind it.
+
+    ``seen``: requests and their answers by conversation. cancel: conversation whose second turn nobody waits for.
+    """
+
+    def __init__(self, requests: Sequence[Request], turns: int = 4, cancel: int = -1) -> None:
+        self.ready = list(enumerate(requests))
+        self.left = [turns] * len(requests)
+        self.seen: list[list[tuple[Request, Completion]]] = [[] for _ in requests]
+        self.out: dict[int, Request] = {}
+        self.data: dict[int, bytes] = {}
+        self.cancel = cancel
+        self.refused = 0
+
+    def take(self, room: int, idle: bool) -> list[tuple[int, Request]] | None:
+        if not self.ready and not self.out:
+            return None
+        taken, self.ready = self.ready[:room], self.ready[room:]
+        self.out |= dict(taken)
+        return taken
+
+    def piece(self, ticket: int, data: bytes) -> bool:
+        self.data[ticket] = self.data.get(ticket, b"") + data
+        if ticket == self.cancel and len(self.seen[ticket]) == 1:
+            self.refused += 1
+            return False
+        return True
+
+    def done(self, ticket: int, completion: Completion) -> None:
+        request = self.out.pop(ticket)
+        told = codecs.getincrementaldecoder("utf-8")("replace").decode(self.data.pop(ticket, b""), False)
+        assert told == completion.text
+        self.seen[ticket].append((request, completion))
+        self.left[ticket] -= 1
+        if self.left[ticket] and completion.outcome != "overflow":
+            more = (request.prompt[5:] * 3)[: 3 + 7 * ticket]
+            prompt = (*request.prompt, *completion.tokens, *more)
+            self.ready.append((ticket, dataclasses.replace(request, prompt=prompt)))
+
+
+def test_requests_that_come_while_others_run(kind: Kind, tmp_path: Path) -> None:
+    """Each turn is answered as it would be alone, whatever the company, the streams' number and what they held."""
+    engine = kind.open(**({} if isinstance(kind, Toy) else {"parallel": 5}))
+    attach(engine, tmp_path)
+    alone = kind.open(**({} if isinstance(kind, Toy) else {"parallel": 1}))
+    (tmp_path / "alone").mkdir()
+    attach(alone, tmp_path / "alone")
+    for temperature in (0.0, 1.0):
+        turns = Turns(asked(engine, temperature))
+        engine.serve(turns)
+        assert [len(seen) for seen in turns.seen] == [4] * len(turns.seen)
+        told = [pair for seen in turns.seen for pair in seen]
+        assert max(len(r.prompt) for r, _ in told) > 2 * max(len(r.prompt) for r, _ in told[::4])
+        for request, completion in told if kind.exact else told[:6]:
+            assert alone.generate([request]) == [completion]
+    cancelled = Turns(asked(engine), turns=2, cancel=3)
+    engine.serve(cancelled)
+    assert all(len(seen) == 2 for seen in cancelled.seen)
+    if not isinstance(kind, Toy):
+        assert cancelled.refused == 1 and len(cancelled.seen[3][1][1].tokens) == 1
+    engine.close()
+    alone.close()
+
+
+def test_a_conversation_that_outgrows_its_stream(kind: Kind, tmp_path: Path) -> None:
+    """Case 18: streams are remade longer where one needs it; at the context's end that conversation overflows alone."""
+    engine = kind.open(**({"context": 1100} if isinstance(kind, Toy) else {}))
+    attach(engine, tmp_path)
+    limit = engine.context_length
+    requests = asked(engine)[::3]
+    long = dataclasses.replace(requests[0], prompt=(requests[0].prompt * limit)[: limit - 3], max_tokens=9)
+    over = dataclasses.replace(long, prompt=(*long.prompt, *long.prompt[:9]))
+    turns = Turns([*requests, long, over], turns=2)
+    engine.serve(turns)
+    outcomes = [[c.outcome for _, c in seen] for seen in turns.seen]
+    assert outcomes[-1] == ["overflow"] and outcomes[-2][0] in ("overflow", "stop")
+    assert all(len(o) == 2 and "overflow" not in o for o in outcomes[:-2])
     engine.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 from hf_models import tiny_hf
 from models import tiny_gguf, vocabulary
 
-from edgees import cli, config, estimate, tune
+from edgees import cli, config, estimate, opening, tune
 from edgees.backends.base import CENTRE, Member, Request
 from edgees.backends.streams import Job, Scheduler
 from edgees.errors import ModelError, UsageError, WillNotFit
@@ -41,7 +41,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def setting(model: Path, available: int | None = None, **options: Any) -> estimate.Setting:
     chosen = config.load(None, {"model": str(model), "task": "sums", **options})
-    task = tune.open_task(chosen)
+    task = opening.open_task(chosen)
     chosen = chosen.with_defaults(task.defaults)
     return estimate.plan(chosen, estimate.read(chosen), task, available)
 
@@ -97,7 +97,7 @@ def test_the_engine_allocates_what_was_said(tiny: Path, scope: str, tmp_path: Pa
     options = {"scope": scope, "parallel": 3, "pairs": 2, "generations": 1, "rows": 2, "eval_rows": 2}
     chosen = config.load(None, {"model": str(tiny), "task": "sums", "run": str(tmp_path / "run"), **options})
     made = setting(tiny, **options)
-    with tune.open_engine(chosen) as engine:
+    with opening.open_engine(chosen) as engine:
         assert isinstance(engine, llamacpp.LlamaCppEngine)
         tune.tune(chosen, engine=engine)
         assert engine._ctx is not None
@@ -257,7 +257,7 @@ def test_what_does_not_fit_ends_with_3_and_a_setting_that_fits(tiny: Path, capsy
 
 def test_scope_and_bits_come_after_fewer_sequences(tiny: Path) -> None:
     chosen = config.load(None, {"model": str(tiny), "task": "sums", "parallel": 1, "bits": 8})
-    task = tune.open_task(chosen)
+    task = opening.open_task(chosen)
     need = {
         key: estimate.peak(estimate.host_bytes(setting(tiny, parallel=1, **options)))
         for key, options in {

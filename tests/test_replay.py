@@ -18,7 +18,7 @@ from models import tiny_gguf
 from runs import make_run
 from test_tune import Watcher, journal
 
-from edgees import cli, config, evaluate, export, merge, noise, tune
+from edgees import cli, config, evaluate, export, merge, noise, opening, tune
 from edgees.backends.base import CENTRE, Member
 from edgees.checkpoint import RunFolder
 from edgees.delta import Delta
@@ -67,7 +67,7 @@ def data(delta: Path) -> bytes:
 def logits(run: Path, member: Member = CENTRE, *, learned: bool = True) -> np.ndarray:
     """float32 [tokens, vocabulary] of a run's engine, with or without what was learned."""
     with RunFolder.open(run) as folder, Delta.open(folder.delta_path, write=False) as delta:
-        engine = tune.open_engine(folder.config)
+        engine = opening.open_engine(folder.config)
         try:
             if learned:
                 engine.attach(delta)

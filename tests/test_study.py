@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgees import report, tune
+from edgees import opening, report, tune
 from edgees.errors import EngineError, RunError, UsageError
 from edgees.history import History
 
@@ -123,7 +123,7 @@ def test_likelihoods_are_counted_apart_and_the_journals_own_is_kept(
     assert (curve[-1]["answers"], curve[-1]["logliks"], curve[-1]["rollouts"]) == (5 * 256, 4 * 256, 9 * 256)
     assert [p["loglik"] for p in curve] == [-2.0, -1.5, None, None]
     run = STUDY.read(plan).run("digit", "short", 1)
-    assert STUDY.expected_rollouts(run.settings(), tune.open_task(run.settings())) == 9 * 256
+    assert STUDY.expected_rollouts(run.settings(), opening.open_task(run.settings())) == 9 * 256
 
 
 def test_a_finished_run_is_skipped_unless_its_options_changed(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_a_finished_run_is_skipped_unless_its_options_changed(plan: Path, capsys
 
 def test_a_run_that_raises_is_on_record_and_done_again(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (plan.parent / "quick/runs.jsonl").unlink()
-    whole, closed, opened = tune.tune, [], tune.open_engine
+    whole, closed, opened = tune.tune, [], opening.open_engine
 
     def broken(config: Any, **more: Any) -> Any:
         if (config.sigma, config.seed) == (0.3, 1):
@@ -157,7 +157,7 @@ def test_a_run_that_raises_is_on_record_and_done_again(plan: Path, monkeypatch: 
         return engine
 
     monkeypatch.setattr(tune, "tune", broken)
-    monkeypatch.setattr(tune, "open_engine", watched)
+    monkeypatch.setattr(opening, "open_engine", watched)
     assert STUDY.main([str(plan), "--seeds", "1,2"]) == 0
     assert [(line["arm"], line["seed"], line["state"]) for line in lines(plan)] == [
         ("short", 1, "finished"), ("long", 1, "failed"), ("short", 2, "finished"), ("long", 2, "finished"),

@@ -19,7 +19,7 @@ import pytest
 import reference
 from test_history import disk, fill  # noqa: F401 - a fixture
 
-from edgees import native, report, tune, watch
+from edgees import native, opening, report, tune, watch
 from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.toy import ToyEngine
 from edgees.checkpoint import best_record
@@ -146,7 +146,7 @@ def test_one_generation_is_what_the_twin_says(tmp_path: Path) -> None:
     rows = [TASK.train[i] for i in RowOrder(5, len(TASK.train), 4).rows(0)]
     rewards = np.zeros((8, 4))
     members = people.ask(0, 0.04)
-    with Delta.create(tmp_path / "zero.safetensors", tune.spec_of(config(run, seed=5), engine)) as zero:
+    with Delta.create(tmp_path / "zero.safetensors", opening.spec_of(config(run, seed=5), engine)) as zero:
         engine.attach(zero)
         for i, member in enumerate(members):
             prompts = [tuple(engine.encode_chat(TASK.conversation(row))) for row in rows]
@@ -221,7 +221,7 @@ def test_the_base_is_never_touched(tmp_path: Path) -> None:
     before = {name: w.tobytes() for name, w in engine.base.items()}
     request = Request(CENTRE, tuple(engine.encode_chat([{"role": "user", "content": "x"}])), 16)
     answer = engine.generate([request])
-    with Delta.create(tmp_path / "d.safetensors", tune.spec_of(config(tmp_path), engine)) as delta:
+    with Delta.create(tmp_path / "d.safetensors", opening.spec_of(config(tmp_path), engine)) as delta:
         engine.attach(delta)
         people = tune.Population(0, 100)
         others = [dataclasses.replace(request, member=m) for m in people.ask(0, 0.5)]
@@ -637,7 +637,7 @@ def test_the_scorer_is_tried_before_the_model_loads(tmp_path: Path, monkeypatch:
     def no_model(_: Config) -> Any:
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr(tune, "open_engine", no_model)
+    monkeypatch.setattr(opening, "open_engine", no_model)
     broken = some_task(reward=lambda completions, **_: ["good"] * len(completions))
     for attempt in (tune.tune, tune.rehearse):
         with pytest.raises(ScorerError, match="dry run"):
@@ -775,7 +775,7 @@ def test_tasks_bring_their_own_settings(tmp_path: Path) -> None:
 def test_a_member_of_the_toy_is_what_the_twin_says(tmp_path: Path, scope: str, kind: str, rank: int) -> None:
     """Base + delta + amplitude * rho * eps, for matrices and vectors, in both kinds of view."""
     engine = ToyEngine("toy:seed=2")
-    spec = tune.spec_of(config(tmp_path, scope=scope, noise=kind, rank=rank, factors=5, seed=9), engine)
+    spec = opening.spec_of(config(tmp_path, scope=scope, noise=kind, rank=rank, factors=5, seed=9), engine)
     member = Member(reference.make_key(9, 3, 1), -0.07, 3 * 4 + 1, 1, -1)
     with pytest.raises(EngineError, match="needs an attached delta"):
         engine.weights(member)

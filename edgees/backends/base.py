@@ -7,9 +7,9 @@ perturbed copy of the weights exists anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -125,6 +125,25 @@ class Memory:
     extra: dict[str, int] = field(default_factory=dict)
 
 
+class Source(Protocol):
+    """Requests that come while others are being answered: turns of episodes, clients of an endpoint.
+
+    Everything here is called from the engine's thread, between two steps.
+    """
+
+    def take(self, room: int, idle: bool) -> Sequence[tuple[int, Request]] | None:
+        """At most ``room`` new requests, each with a ticket of the source's own choice; None: no more will come.
+
+        idle: nothing is running, so that the source may wait for a request, for a fraction of a second.
+        """
+
+    def piece(self, ticket: int, data: bytes) -> bool:
+        """More of a reply, as UTF-8, perhaps cut within a character or a stop string; False: nobody wants the rest."""
+
+    def done(self, ticket: int, completion: Completion) -> None:
+        """A reply is complete. May make new requests available to ``take``."""
+
+
 Progress = Callable[[int, int], None]
 """Called with (requests finished, tokens processed so far) now and then."""
 
@@ -150,8 +169,12 @@ class Engine(Protocol):
     def context_length(self) -> int:
         """Tokens one sequence may have."""
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of the conversation by the model's chat template, generation prompt added."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of the conversation by the model's chat template, generation prompt added.
+
+        messages: as in OpenAI's chat API (``tool_calls`` and the role ``tool`` included), contents as text; what stands
+        in them is text to the model, even where it looks like a control token. tools: function schemas of that API.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, no special tokens added or parsed."""
@@ -163,6 +186,9 @@ class Engine(Protocol):
         """``delta`` has changed: rebuild whatever is derived from it (planes, factors)."""
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
+
+    def serve(self, source: Source, progress: Progress | None = None) -> None:
+        """Answer requests as they come, until the source has no more. A request's answer is that of ``generate``."""
 
     def loglik(
         self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None

@@ -356,6 +356,11 @@ class LlamaCppEngine(StreamEngine):
     def _control(self, token: int) -> bool:
         return bool(self.api.llama_vocab_is_control(self.vocab, token))
 
+    def control_texts(self) -> list[str]:
+        wanted = self.api.LLAMA_TOKEN_ATTR_CONTROL | self.api.LLAMA_TOKEN_ATTR_UNKNOWN  # all that special=True adds
+        ids = (i for i in range(self.vocabulary) if self.api.llama_vocab_get_attr(self.vocab, i) & wanted)
+        return [self.api.llama_vocab_get_text(self.vocab, i).decode("utf-8", "replace") for i in ids]
+
     def _choose(self, pattern: re.Pattern[str] | None) -> None:
         """Find out which tensors can be tuned: codec, name, finite, and really used by the graph as we think."""
         arch = self.file.arch

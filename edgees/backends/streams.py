@@ -9,19 +9,21 @@ each: the one shape of batch that engines leave whole and in order.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
 from edgees import native
-from edgees.backends.base import Completion, Member, Progress, Request, Score, TensorInfo
+from edgees import tools as calls
+from edgees.backends.base import Completion, Member, Progress, Request, Score, Source, TensorInfo
 from edgees.errors import UsageError
-from edgees.template import ChatTemplate
+from edgees.template import ChatTemplate, Controls, TemplateRefused
 
 log = logging.getLogger("edgees.streams")
 
@@ -41,6 +43,10 @@ DRAFT = 7
 """Tokens that may be drafted at a time."""
 ENDING = 4
 """So many last tokens tell one place of a text from another."""
+REMEMBERED = 1024
+"""Prompts whose answers are kept as drafts while requests keep coming."""
+FIRST_LENGTH = 512
+"""Tokens of a stream while nobody knows how long the episodes will be; doubled when one needs more."""
 
 Target = tuple[Member, tuple[int, ...], tuple[int, ...]]
 
@@ -48,11 +54,13 @@ Target = tuple[Member, tuple[int, ...], tuple[int, ...]]
 class Streams(Protocol):
     """What the scheduler needs of an engine's context.
 
-    parallel: number of streams; micro: tokens per call; outputs: rows of logits per call, at least ``parallel``.
+    parallel: number of streams; length: tokens that one holds; micro: tokens per call; outputs: rows of logits per
+    call, at least ``parallel``.
     seamless: how a text is cut into calls changes no bit of it. ragged: a call may take pieces of different lengths.
     """
 
     parallel: int
+    length: int
     micro: int
     outputs: int
     seamless: bool
@@ -162,6 +170,8 @@ class Slot:
     member: Member | None = None
     held: list[int] = field(default_factory=list)
     job: Job | None = None
+    used: int = 0
+    """When it was last given a job, for the choice of the one to be overwritten."""
 
     def shares(self, job: Job) -> int:
         """Leading tokens of ``job`` that may be taken over from this stream."""
@@ -224,6 +234,16 @@ def rounds(jobs: Sequence[Job], width: int) -> list[Job]:
     return found
 
 
+class Feed(Protocol):
+    """Where jobs come from, and answers go to, while others are running; see :class:`edgees.backends.base.Source`."""
+
+    def take(self, room: int, idle: bool) -> list[Job] | None: ...
+
+    def piece(self, job: Job, data: bytes) -> bool: ...
+
+    def done(self, job: Job) -> None: ...
+
+
 class Scheduler:
     """Runs jobs on an engine's streams. What a job yields does not depend on the others, nor on their order."""
 
@@ -231,6 +251,7 @@ class Scheduler:
         self.streams, self.text = streams, text
         self.slots = [Slot(i) for i in range(streams.parallel)]
         self.tokens = 0
+        self.turn = 0
         self.answers: dict[tuple[int, ...], list[list[int]]] = {}
         """The finished answers to each prompt: drafts for the other members'."""
 
@@ -249,35 +270,43 @@ class Scheduler:
             if sum(s.job is None for s in self.slots) >= ADMIT * len(self.slots):
                 self._compact()
                 fresh = self._admit_all(queue)
-            if fresh:
-                first: dict[int, np.ndarray] = {}
-                for slot, rows in self._prefill(fresh):
-                    first[slot.id] = np.array(self.text.sample([slot.job] if slot.job else [], rows))
-                for slot in fresh:
-                    done += self._absorb([slot], [int(first[slot.id][0])])
+            done += self._first_tokens(fresh)
             self._compact()
             running = [s for s in self.slots if s.job]
             if not running and not fresh:
                 return
             for run in runs(running):
-                jobs_of = [s.job for s in run if s.job]
-                new = self._new_tokens(jobs_of, self.streams.seamless and len(running) <= FEW_STREAMS)
-                width = len(new[0])
-                rows = self.streams.decode(
-                    [s.id for s in run],
-                    new,
-                    [j.member for j in jobs_of],
-                    [[True] * width] * len(run),
-                    [len(s.held) for s in run],
-                )
-                self.tokens += len(run) * width
-                if width == 1:
-                    for slot, tokens in zip(run, new, strict=True):
-                        slot.held = slot.held + tokens
-                    done += self._absorb(run, self.text.sample(jobs_of, rows))
-                    continue
-                for i, (slot, tokens) in enumerate(zip(run, new, strict=True)):
-                    done += self._verify(slot, tokens, rows[i * width : (i + 1) * width])
+                done += self._advance(run, len(running))
+            if progress:
+                progress(done, self.tokens)
+
+    def serve(self, feed: Feed, progress: Progress | None = None) -> None:
+        """Answer jobs as they come, until the feed has no more.
+
+        A stream whose job is done keeps its keys and values for the next turn of the same episode. So streams are not
+        moved together here: those without a job that stand between others ride along in a call, by a token that is
+        forgotten at once, as a call of its own for each run of neighbours would cost far more.
+        """
+        done, self.tokens = 0, 0
+        self.answers.clear()
+        waiting: list[Job] = []
+        more = True
+        while True:
+            running = [s for s in self.slots if s.job]
+            free = len(self.slots) - len(running)
+            if more and free > len(waiting):
+                taken = feed.take(free - len(waiting), not running and not waiting)
+                more = taken is not None
+                waiting += taken or ()
+            if waiting and free >= ADMIT * len(self.slots):
+                fresh = [self._place(job) for job in sorted(waiting, key=order)]
+                waiting = []
+                done += self._first_tokens(fresh, feed)
+                running = [s for s in self.slots if s.job]
+            if running:
+                done += self._advance(running, len(running), feed)
+            elif not more and not waiting:
+                return
             if progress:
                 progress(done, self.tokens)
 
@@ -302,6 +331,43 @@ class Scheduler:
         return [Score(sum(j.rows), len(j.rows)) for j in jobs]
 
     # ---- parts
+    def _first_tokens(self, fresh: Sequence[Slot], feed: Feed | None = None) -> int:
+        """Compute the prompts of newly admitted jobs, and the first token of each; how many end with it."""
+        first: dict[int, int] = {}
+        for slot, rows in self._prefill(fresh):
+            first[slot.id] = self.text.sample([slot.job] if slot.job else [], rows)[0]
+        return sum(self._absorb([slot], [first[slot.id]], feed) for slot in fresh)
+
+    def _advance(self, run: Sequence[Slot], running: int, feed: Feed | None = None) -> int:
+        """The next token, or more where a guess holds, of each of these jobs; how many end. running: jobs in all."""
+        jobs = [s.job for s in run if s.job]
+        new = self._new_tokens(jobs, self.streams.seamless and running <= FEW_STREAMS)
+        width = len(new[0])
+        given = dict(zip((s.id for s in run), new, strict=True))
+        riders = [s for s in self.slots[run[0].id : run[-1].id] if s.id not in given]
+        for slot in riders:
+            if len(slot.held) + width > self.streams.length:
+                slot.held = slot.held[: self.streams.length - width]
+                self.streams.trim(slot.id, len(slot.held))
+            given[slot.id] = [new[0][0]] * width
+        span = self.slots[run[0].id : run[-1].id + 1]
+        rows = self.streams.decode(
+            [s.id for s in span],
+            [given[s.id] for s in span],
+            [s.job.member if s.job else jobs[0].member for s in span],
+            [[s.job is not None] * width for s in span],
+            [len(s.held) for s in span],
+        )
+        self.tokens += len(run) * width
+        for slot in riders:
+            self.streams.trim(slot.id, len(slot.held))
+        if width == 1:
+            for slot, tokens in zip(run, new, strict=True):
+                slot.held = slot.held + tokens
+            return self._absorb(run, self.text.sample(jobs, rows), feed)
+        pieces = zip(run, new, range(0, len(rows), width), strict=True)
+        return sum(self._verify(slot, tokens, rows[at : at + width], feed) for slot, tokens, at in pieces)
+
     def _new_tokens(self, jobs: Sequence[Job], draft: bool) -> list[list[int]]:
         """What each job is to go on with, all of one length: its last token, and perhaps a guess at the next ones."""
         last = [[j.generated[-1]] for j in jobs]
@@ -329,13 +395,13 @@ class Scheduler:
                     best, found = n, text[at : at + room]
         return found
 
-    def _verify(self, slot: Slot, tokens: list[int], rows: np.ndarray) -> int:
+    def _verify(self, slot: Slot, tokens: list[int], rows: np.ndarray, feed: Feed | None = None) -> int:
         """Accept drafted tokens as far as the job would have sampled them itself; 1 when it is finished."""
         job = slot.job
         assert job
         for k in range(len(tokens)):
             [token] = self.text.sample([job], rows[k : k + 1])
-            done = self._absorb([slot], [token])
+            done = self._absorb([slot], [token], feed)
             if done or k + 1 == len(tokens) or token != tokens[k + 1]:
                 break
         slot.held = slot.held + tokens[: k + 1]
@@ -345,15 +411,35 @@ class Scheduler:
             self.streams.trim(slot.id, len(slot.held))
         return done
 
-    def _absorb(self, slots: Sequence[Slot], tokens: Sequence[int]) -> int:
+    def _absorb(self, slots: Sequence[Slot], tokens: Sequence[int], feed: Feed | None = None) -> int:
         done = 0
         for slot, token in zip(slots, tokens, strict=True):
-            assert slot.job
-            if slot.job.append(token, self.text):
-                self.answers.setdefault(slot.job.prompt, []).append(slot.job.generated)
+            job = slot.job
+            assert job
+            before = len(job.data)
+            ended = job.append(token, self.text)
+            if feed and len(job.data) > before and not feed.piece(job, bytes(job.data[before:])) and not ended:
+                ended, job.outcome = True, "stop"
+            if ended:
+                if len(self.answers) >= REMEMBERED and feed:
+                    self.answers.clear()
+                self.answers.setdefault(job.prompt, []).append(job.generated)
                 slot.job = None
                 done += 1
+                if feed:
+                    feed.done(job)
         return done
+
+    def _place(self, job: Job) -> Slot:
+        """Give a job to the free stream that holds most of it already, else to the one unused for longest."""
+        free = [s for s in self.slots if s.job is None]
+        slot = max(free, key=lambda s: (s.shares(job), -s.used, -s.id))
+        if slot.shares(job) < SHARED_PREFIX:
+            slot = min(free, key=lambda s: (s.used, s.id))
+        self._admit(slot, job)
+        self.turn += 1
+        slot.used = self.turn
+        return slot
 
     def _admit_all(self, queue: Iterator[Job]) -> list[Slot]:
         fresh = []
@@ -509,11 +595,62 @@ class StreamEngine:
     def encode(self, text: str) -> list[int]:
         return self._tokenize(text, special=False)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        tokens = self._tokenize(self.template.render(messages), special=True)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        said = calls.normal(messages, developer="developer" in self.template.source)
+        if not calls.needed(said, tools):
+            return self._chat(said, ())
+        if self.template.supports_tools:
+            with contextlib.suppress(TemplateRefused):  # several calls at once, say; then in plain words
+                return self._chat(said, tools)
+        return self._chat(calls.plain(said, tools), ())
+
+    def _chat(self, said: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        hidden, shown, marks = self._controls.hide(said, tools, self.template.source)
+        try:
+            text = self.template.render(hidden, tools=shown or None)
+        except TemplateRefused:
+            if not any(m["role"] == "system" for m in hidden):
+                raise
+            text = self.template.render(calls.folded(hidden), tools=shown or None)
+        tokens = self._with_hidden(text, marks) if marks else self._tokenize(text, special=True)
         if self._add_bos and tokens[:1] != [self._bos]:  # exactly one, whether the template writes it or not
             tokens.insert(0, self._bos)
         return tokens
+
+    def _with_hidden(self, text: str, marks: Mapping[str, str]) -> list[int]:
+        """Tokens of a rendered text in which some of what people wrote is hidden (:class:`edgees.template.Controls`).
+
+        The text is cut at the template's own control tokens, where every tokenizer cuts it as well.
+        """
+        parts = self._controls.split(text, marks)
+        whole = "".join(parts)
+        if self._controls.split(whole, {}) == parts:  # nothing comes to light that was hidden
+            return self._tokenize(whole, special=True)
+        tokens: list[int] = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                tokens += self._tokenize(part, special=True)
+                continue
+            space = part[: len(part) - len(part.lstrip())]
+            if i and space and self._swallows(parts[i - 1] + space, parts[i - 1]):
+                part = part[len(space) :]
+            space = part[len(part.rstrip()) :]
+            if i + 1 < len(parts) and space and self._swallows(space + parts[i + 1], parts[i + 1]):
+                part = part[: len(part) - len(space)]
+            tokens += self._tokenize(part, special=False)
+        return tokens
+
+    def _swallows(self, text: str, token: str) -> bool:
+        """Whether a control token takes the blanks beside it along, as Phi-3's do."""
+        return self._tokenize(text, special=True) == self._tokenize(token, special=True)
+
+    @cached_property
+    def _controls(self) -> Controls:
+        return Controls(self.control_texts())
+
+    def control_texts(self) -> list[str]:
+        """The spellings of the vocabulary's control tokens."""
+        raise NotImplementedError
 
     def end_of_turn(self) -> frozenset[int]:
         """Token ids at which a generated turn ends."""
@@ -563,6 +700,14 @@ class StreamEngine:
         for job in jobs:
             results[job.index] = job.completion()
         return results
+
+    def serve(self, source: Source, progress: Progress | None = None) -> None:
+        """Answer requests as they come; see :class:`edgees.backends.base.Source`."""
+        feed = _Feed(self, source)
+        while feed.open:
+            scheduler = self.scheduler(feed.length, SEQUENCES)
+            feed.length = min(scheduler.streams.length, self.context_length)
+            scheduler.serve(feed, progress)
 
     def loglik(
         self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None
@@ -616,3 +761,50 @@ class StreamEngine:
         raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
         u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         return np.asarray(-np.log(-np.log(u)), np.float32)
+
+
+class _Feed:
+    """A source's requests as jobs; one that needs longer streams than there are waits until they have been remade."""
+
+    def __init__(self, engine: StreamEngine, source: Source) -> None:
+        self.engine, self.source = engine, source
+        self.length = FIRST_LENGTH
+        self.open = True
+        self._long: list[Job] = []
+
+    def take(self, room: int, idle: bool) -> list[Job] | None:
+        if self._long:
+            if not idle:
+                return []
+            need = max(len(j.tokens) + j.limit for j in self._long)
+            if need > self.length:
+                self.length = max(need, 2 * self.length)
+                return None
+            jobs, self._long = self._long[:room], self._long[room:]
+            return jobs
+        taken = self.source.take(room, idle)
+        if taken is None:
+            self.open = False
+            return None
+        return [job for ticket, request in taken if (job := self._job(ticket, request))]
+
+    def _job(self, ticket: int, request: Request) -> Job | None:
+        limit = self.engine.context_length
+        self.engine.own(request.member)
+        if not request.prompt:
+            raise UsageError("a prompt needs at least one token")
+        if len(request.prompt) >= limit:
+            self.source.done(ticket, Completion("", (), "overflow"))
+            return None
+        room = min(request.max_tokens, limit - len(request.prompt))
+        job = Job(ticket, request.member, list(request.prompt), limit=room, request=request)
+        if len(job.tokens) + room > self.length:
+            self._long.append(job)
+            return None
+        return job
+
+    def piece(self, job: Job, data: bytes) -> bool:
+        return self.source.piece(job.index, data)
+
+    def done(self, job: Job) -> None:
+        self.source.done(job.index, job.completion())

@@ -417,6 +417,9 @@ class TorchEngine(StreamEngine):
     def _control(self, token: int) -> bool:
         return self._pieces.special(token)
 
+    def control_texts(self) -> list[str]:
+        return [str(t.content) for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
+
     def _load(self, name: str, pattern: re.Pattern[str] | None) -> TensorInfo:
         """Bring a tensor to the device and measure its RMS."""
         torch = self.torch

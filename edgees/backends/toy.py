@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from edgees import noise
-from edgees.backends.base import Completion, Member, Memory, Progress, Request, Score, TensorInfo
+from edgees import tools as calls
+from edgees.backends.base import Completion, Member, Memory, Progress, Request, Score, Source, TensorInfo
 from edgees.errors import EngineError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ class ToyEngine:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        said = calls.normal(messages)
         tokens: list[int] = []
-        for message in messages:
+        for message in calls.plain(said, tools) if calls.needed(said, tools) else said:
             tokens += [_ROLES[message["role"]], *message["content"].encode(), _END]
         return [*tokens, _ROLES["assistant"]]
 
@@ -141,6 +143,16 @@ class ToyEngine:
             tokens += len(request.prompt) + len(text)
             self._tick(progress, len(done), tokens)
         return done
+
+    def serve(self, source: Source, progress: Progress | None = None) -> None:
+        done = tokens = 0
+        while (taken := source.take(32, True)) is not None:
+            for ticket, request in taken:
+                [completion] = self.generate([request])
+                source.piece(ticket, completion.text.encode())
+                source.done(ticket, completion)
+                done, tokens = done + 1, tokens + len(request.prompt) + len(completion.tokens)
+                self._tick(progress, done, tokens)
 
     def loglik(
         self, requests: Sequence[tuple[Member, tuple[int, ...], tuple[int, ...]]], progress: Progress | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgees.episodes import Episodes
 from edgees.errors import DataError, UsageError
 
 RewardFunction = Callable[..., Any]
@@ -52,8 +53,14 @@ class Row:
         return cls(id, ({"role": "user", "content": prompt},), columns, answer, prompt)
 
     def content_key(self) -> str:
-        """Digest of what the model is asked: equal for rows that differ only in id, columns or white space."""
-        text = json.dumps([{k: " ".join(v.split()) for k, v in sorted(m.items())} for m in self.messages])
+        """Digest of what the model is asked: equal for rows that differ only in id, columns or white space.
+
+        Rows without messages are instances to play: their columns, the id aside, say which.
+        """
+        if self.messages:
+            text = json.dumps([{k: " ".join(v.split()) for k, v in sorted(m.items())} for m in self.messages])
+        else:
+            text = json.dumps({k: v for k, v in self.columns.items() if k != "id"}, sort_keys=True)
         return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
 
 
@@ -68,7 +75,8 @@ class Task:
     name: as given. train, heldout: no question stands in both. reward: what :func:`edgees.rewards.load` takes
     (specs or functions); empty where the user must bring a scorer. system: system message for rows that have none.
     max_tokens: room for an answer. metrics: further measures by name. warnings: what should be said aloud.
-    defaults: configuration values that suit the task, below anything the user says.
+    defaults: configuration values that suit the task, below anything the user says. episodes: opens what plays the
+    rows, one episode each, and pays for them itself; None where a row is answered once.
     """
 
     name: str
@@ -80,6 +88,7 @@ class Task:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    episodes: Callable[[], Episodes] | None = None
 
     def conversation(self, row: Row, system: str | None = None) -> list[dict[str, str]]:
         """The row's messages with the system message in front (``system`` instead of the task's, if given)."""

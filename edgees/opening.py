@@ -1,0 +1,282 @@
+"""A configuration -> what a run is made of but its folder: rows, scorer, players, model; cheap before dear."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgees import __version__, merge, model_path, native, rewards, rollout
+from edgees.backends.base import Engine
+from edgees.config import Config
+from edgees.delta import DeltaSpec
+from edgees.episodes import Episodes
+from edgees.errors import RunError, UsageError
+from edgees.history import History
+from edgees.rewards import Scorer
+from edgees.tasks import load_task
+from edgees.tasks.rows import Row, Task
+
+if TYPE_CHECKING:
+    from edgees.agents import Agents
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a run is made of but its folder."""
+
+    config: Config
+    task: Task
+    scorer: Scorer
+    engine: Engine
+    release: Callable[[], None]
+    """Closes the engine if it was made here."""
+    episodes: Episodes | None = None
+    agents: Agents | None = None
+
+    def header(self, spec: DeltaSpec) -> dict[str, Any]:
+        """First line of the journal."""
+        return {
+            "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
+            "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
+            "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
+        }  # fmt: skip
+
+    def with_players(self, stack: ExitStack) -> Setup:
+        """The same with whoever plays with the members, closed with ``stack``.
+
+        :raises UsageError: the agent program cannot be started.
+        """
+        c = self.config
+        if c.agent_cmd:
+            from edgees.agents import Agents
+
+            agents = Agents(
+                c.agent_cmd, engine=self.engine, workers=c.agent_workers, deadline=c.agent_timeout,
+                memory=int(c.agent_memory * 2**20), passed=c.agent_env,
+            )  # fmt: skip
+            stack.callback(agents.close)
+            return replace(self, agents=agents)
+        if self.task.episodes is not None:
+            episodes = self.task.episodes()
+            stack.callback(episodes.close)
+            return replace(self, episodes=episodes)
+        return self
+
+    def replies(self, generation: int, temperature: float) -> rollout.Settings:
+        return rollout.Settings(
+            max_tokens=self.config.max_tokens or self.task.max_tokens,
+            conversation=lambda row: self.task.conversation(row, self.config.system),
+            temperature=temperature,
+            seed=self.config.seed,
+            generation=generation,
+            episodes=self.episodes,
+            agents=self.agents,
+            system=self.config.system if self.config.system is not None else self.task.system,
+            turns=self.config.turns,
+            tokens=self.config.episode_tokens,
+        )
+
+    def heldout(self) -> list[Row]:
+        """The rows of an evaluation: all held out, or always the same ``eval_rows`` of them, chosen by a hash."""
+        rows, count = list(self.task.heldout), self.config.eval_rows
+        if not count or count >= len(rows):
+            return rows
+        by_hash = sorted(rows, key=lambda row: hashlib.blake2b(row.id.encode(), digest_size=8).digest())
+        names = {row.id for row in by_hash[:count]}
+        return [row for row in rows if row.id in names]
+
+
+def open_setup(
+    config: Config,
+    stack: ExitStack,
+    engine: Engine | None = None,
+    task: Task | None = None,
+    scorer: Scorer | None = None,
+    begun: History | None = None,
+) -> Setup:
+    """What is not given is made, the cheap before the dear: rows, scorer (tried on a dry run), model; closed with
+    ``stack``.
+
+    begun: the journal of a run that is to go on with just these rows and this model.
+    """
+    config = config.absolute()
+    task = task or open_task(config)
+    if begun is None:
+        config = config.with_defaults(_defaults(config, task), f"task {task.name}")
+    elif _data_hash(config, task) != begun.header["data"]:
+        raise RunError(
+            f"the rows of task {task.name} are not those that {begun.path.parent} began with", "restore the data"
+        )
+    _check_task(config, task)
+    scorer = scorer or stack.enter_context(open_scorer(config, task))
+    if not (task.episodes or config.agent_cmd):  # whoever plays may say things that no reference answer shows
+        scorer.dry_run(task.train)
+    native.threads(config.threads)
+    models = stack.enter_context(ExitStack())
+    if engine is None:
+        engine = open_engine(config)
+        models.callback(engine.close)
+    if begun is not None:
+        require_same_base(begun, engine.base_hash, config.model)
+        moved = "origin" in begun.header  # by replay: the measures of the first base hold
+        if (under_names_of(engine, begun.spec, config.model) if moved else spec_of(config, engine)) != begun.spec:
+            raise RunError(
+                f"the engine sees other tensors than {begun.path.parent} began with",
+                "use the edgees version that began it",
+            )
+    setup = Setup(config, task, scorer, engine, models.close)
+    return setup.with_players(stack)
+
+
+def _defaults(config: Config, task: Task) -> dict[str, Any]:
+    """The task's own settings; an agent program has no likelihoods, so what goes with them does not hold for it."""
+    return {} if config.agent_cmd else dict(task.defaults)
+
+
+def open_task(config: Config) -> Task:
+    """The task that a configuration names. Its split does not depend on the run's seed: runs stay comparable."""
+    return load_task(
+        config.task,
+        eval_data=config.eval_data or None,
+        split=config.heldout,
+        limit=config.limit or None,
+    )
+
+
+def open_scorer(config: Config, task: Task) -> Scorer:
+    """The user's scorers, else the task's own. :raises UsageError: there is none."""
+    specs = config.reward or task.reward
+    if not specs and (task.episodes or config.agent_cmd):
+        return Scorer([])  # the episodes pay themselves
+    if not specs:
+        raise UsageError(f"task {task.name} has no scorer of its own", "name one: --reward score.py, or --reward exact")
+    return rewards.load(specs, deadline=config.scorer_timeout)
+
+
+def open_engine(config: Config) -> Engine:
+    """The engine that a configuration names, its model loaded."""
+    if config.engine == "toy":
+        from edgees.backends.toy import ToyEngine
+
+        return ToyEngine(config.model, params=config.pattern)
+    if config.engine == "llamacpp":
+        from edgees.backends.llamacpp import LlamaCppEngine
+
+        return LlamaCppEngine(
+            model_path.resolve(config.model), context=config.context, parallel=config.parallel,
+            threads=config.threads, params=config.pattern or None,
+        )  # fmt: skip
+    from edgees.backends.torch_nf4 import TorchEngine
+
+    return TorchEngine(
+        model_path.resolve_folder(config.model), context=config.context, parallel=config.parallel,
+        threads=config.threads, params=config.pattern or None, device=config.device,
+    )  # fmt: skip
+
+
+def base_hash(config: Config) -> str:
+    """``sha256:...`` of the base that a configuration names, without loading it into an engine."""
+    if config.engine == "toy":
+        return open_engine(config).base_hash
+    with merge.open_base(config) as base:
+        return base.sha256()
+
+
+def spec_of(config: Config, engine: Engine) -> DeltaSpec:
+    """What is tuned, and how."""
+    view = config.view
+    return DeltaSpec(
+        tuple(replace(t, amplitude=_amplitude(config, t.name)) for t in engine.tensors),
+        view,
+        config.bits if view == "refined" else 0,
+        config.factors if view == "adapter" else 0,
+        config.noise,
+        config.rank,
+        config.seed,
+        absolute=config.sigma_abs is not None,
+    )
+
+
+def _amplitude(config: Config, name: str) -> float:
+    for pattern, factor in config.factors_by_name:
+        if re.search(pattern, name):
+            return factor
+    return 1.0
+
+
+def under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
+    """What a delta means to another engine: the same tensors, where they are there and in which order of rows.
+
+    :raises RunError: the first tensor that is missing, has another shape, or cannot be tuned there.
+    """
+    there = {t.name: t for t in engine.tensors}
+    frozen = dict(engine.frozen)
+    tensors = []
+    for t in spec.tensors:
+        found = there.get(t.name)
+        if found is None:
+            raise RunError(
+                f"{model} has no tensor {t.name} to tune, which the history holds steps for"
+                + (f": {frozen[t.name]}" if t.name in frozen else ""),
+                "give another form of the very model that the history began with",
+            )
+        if (found.rows, found.cols) != (t.rows, t.cols):
+            raise RunError(
+                f"{t.name} is {found.rows} x {found.cols} in {model}, {t.rows} x {t.cols} in the history",
+                "give another form of the very model that the history began with",
+            )
+        tensors.append(replace(t, source=found.source, heads=found.heads))
+    names = {t.name for t in spec.tensors}
+    if HEAD in there and HEAD not in names and EMBEDDING in names:
+        raise RunError(
+            f"{model} has a tensor {HEAD} of its own; in the run it was {EMBEDDING}, or was not tuned",
+            "give a form of the model that shares the two, as the first base did",
+        )
+    return replace(spec, tensors=tuple(tensors))
+
+
+def _check_task(config: Config, task: Task) -> None:
+    if not task.train:
+        raise UsageError(f"task {task.name} has no rows to train on")
+    if config.loglik > 0.0 and (task.episodes or config.agent_cmd):
+        raise UsageError(
+            f"loglik = {config.loglik:g}: an episode has no reference answer whose likelihood could count",
+            "set loglik = 0",
+        )
+    if config.loglik > 0.0:
+        without = [row.id for row in task.train if row.answer is None]
+        if without:
+            raise UsageError(
+                f"loglik = {config.loglik:g} needs an answer in every row; {len(without)} have none, the first is row "
+                f"{without[0]}",
+                "add the column, or set loglik = 0",
+            )
+
+
+def require_same_base(history: History, found: str, model: str) -> None:
+    if found != history.header["base"]:
+        raise RunError(
+            f"the model {model} is not the one that {history.path.parent} began with: it is {found}, "
+            f"the history says {history.header['base']}",
+            "give, or put back, the original file; edgees replay --engine takes another form of the same model",
+        )
+
+
+def _data_hash(config: Config, task: Task) -> str:
+    """SHA-256 of all rows, as the scorer and the model see them."""
+    digest = hashlib.sha256()
+    for part in (task.train, task.heldout):
+        for row in part:
+            whole = [row.id, task.conversation(row, config.system), dict(row.columns), row.answer, row.entry]
+            digest.update(json.dumps(whole, sort_keys=True, default=str).encode())
+            digest.update(b"\n")
+        digest.update(b"\n")
+    return f"sha256:{digest.hexdigest()}"
