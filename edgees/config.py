@@ -118,6 +118,10 @@ class Config:
         True, "members come in pairs, plus and minus; off: one member a pair, as plain ES has it", group="search"
     )
     rows: int = _setting(8, "rows of the task that every member of a generation answers", low=1, group="search")
+    groups: int = _setting(
+        1, "sets of rows in a generation: members are dealt out over so many, each with its own rows", low=1,
+        group="search",
+    )  # fmt: skip
     sigma: float = _setting(
         0.04, "size of a perturbation, relative to each tensor's RMS; 0: chosen by a probe before the run", low=0.0,
         group="search",
@@ -497,6 +501,14 @@ def _checked(config: Config, source: str) -> Config:
             )
         if config.rank > config.factors:
             raise UsageError(f"{source}: rank = {config.rank} is more than factors = {config.factors}")
+    if config.pairs < 2 * config.groups and not config.antithetic:
+        raise UsageError(
+            f"{source}: groups = {config.groups} with {config.pairs} members: each is compared with the others of its "
+            "group, so at least two are needed in each",
+            "fewer groups, or more pairs",
+        )
+    if config.pairs < config.groups:
+        raise UsageError(f"{source}: groups = {config.groups} is more than pairs = {config.pairs}", "fewer groups")
     if config.loglik_hold > config.loglik_end:
         raise UsageError(
             f"{source}: loglik_hold = {config.loglik_hold:g} lies after loglik_end = {config.loglik_end:g}"

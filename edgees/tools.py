@@ -252,18 +252,22 @@ class _Found:
             return bool(value) and all(isinstance(entry, dict) and self.meant(entry) for entry in value)
         if not isinstance(value, dict):
             return False
-        wrapped = value.get("function")
-        inner = wrapped if isinstance(wrapped, dict) else value
+        inner = _unwrapped(value)
         known = self.names is not None and isinstance(inner.get("name"), str) and inner["name"] in self.names
         return "tool" in inner or known or ("name" in inner and ("arguments" in inner or "parameters" in inner))
+
+
+def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
+    """What stands in ``function``, in the form that the API has for calls."""
+    inner = value.get("function")
+    return inner if isinstance(inner, dict) and not ("tool" in value or "name" in value) else value
 
 
 def _read(value: Any) -> tuple[str, dict[str, Any]]:
     """(name, arguments) of a call in any of its forms. Raises ValueError with words for the model."""
     if not isinstance(value, dict):
         raise ValueError(f"it is {_kind_of(value)}, not a JSON object")
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
+    value = _unwrapped(value)
     key = "tool" if "tool" in value else "name"
     if key not in value:
         raise ValueError("the name of the tool is missing")

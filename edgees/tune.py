@@ -311,7 +311,10 @@ class _Run:
         self.config, self.task, self.engine, self.scorer = setup.config, setup.task, setup.engine, setup.scorer
         self.sigma = self.config.sigma if self.config.sigma_abs is None else self.config.sigma_abs
         self.population = Population(self.config.seed, self.config.pairs, self.config.antithetic)
-        self.order = RowOrder(self.config.seed, len(self.task.train), self.config.rows)
+        total = len(self.task.train)
+        each = min(self.config.rows, total)
+        self.groups = min(self.config.groups, total // each)
+        self.order = RowOrder(self.config.seed, total, each * self.groups)
         self.stop = _Stop()
         self.mark = time.monotonic()
         self.phases: dict[str, float] = {}
@@ -340,10 +343,11 @@ class _Run:
             drift = self.delta.drift()
             step = update(
                 made.rewards, lr=lr, sigma=sigma, shaping=c.shaping, shrink=c.shrink, decay=c.decay, drift=drift,
-                drift_budget=c.drift_budget, spread=self.delta.spec.spread,
+                drift_budget=c.drift_budget, spread=self.delta.spec.spread, groups=self.groups,
             )  # fmt: skip
             line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr,
-                    "loglik": weight, "drift": drift, **_of_step(step), **_of_answers(made)}  # fmt: skip
+                    "loglik": weight, "drift": drift, "answers": made.rewards.size, **_of_step(step),
+                    **_of_answers(made)}  # fmt: skip
             history.append({**line, "seconds": self.seconds()})
             self.delta.apply(history.step(g))
             self.engine.refresh()
@@ -437,9 +441,11 @@ class _Run:
     # --------------------------------------------------------------------------------------- members and rows
     def play(self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float) -> _Generation:
         """Every member on every row: rewards, or likelihoods, or a mixture of both by ``weight``."""
-        shape = (self.config.pairs, len(self.population.signs), len(rows))
+        each = len(rows) // self.groups
+        shape = (self.config.pairs, len(self.population.signs), each)
         settings = self.setup.replies(generation, self.config.temperature)
-        rollouts = rollout.every(members, rows)
+        mine = [rows[g * each : (g + 1) * each] for g in range(self.groups)]
+        rollouts = [(member, row) for member in members for row in mine[member.pair % self.groups]]
         progress = self.progress(len(rollouts))
         made = _Generation(np.empty(0))
         scored = likely = None
@@ -457,7 +463,7 @@ class _Run:
             likely = np.array([math.nan if s is None else s.mean for s in scores]).reshape(shape)
             reason = "no likelihood: prompt and answer do not fit the context, or it is not finite"
             for pair, side, row in np.argwhere(~np.isfinite(likely)):
-                made.excluded.append([int(pair), 1 - 2 * int(side), rows[row].id, reason])
+                made.excluded.append([int(pair), 1 - 2 * int(side), mine[pair % self.groups][row].id, reason])
             self.lap("loglik")
         self.stop.check()
         made.rewards = mix(scored, likely, weight)
@@ -618,7 +624,7 @@ class _Run:
         c, spec = self.config, self.delta.spec
         return {
             "run": str(self.folder.path), "model": c.model, "task": self.task.name, "generations": c.max_generations,
-            "seconds": c.time or None, "members": c.members, "rows": self.order.count,
+            "seconds": c.time or None, "members": c.members, "rows": self.order.count // self.groups,
             "weights": sum(t.size for t in spec.tensors), "generation": self.history.generation, "scope": c.scope,
             "tensors": len(spec.tensors), "elapsed": self.history.seconds(),
         }  # fmt: skip

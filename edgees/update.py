@@ -34,6 +34,17 @@ class Fitness:
     d: np.ndarray
     se: np.ndarray
     rows: np.ndarray
+    groups: int = 1
+
+    @property
+    def centred(self) -> np.ndarray:
+        """``mean`` less the mean of its group: rows are no merit of a member."""
+        found = self.mean.copy()
+        for g in range(self.groups):
+            part = found[g :: self.groups]
+            if np.isfinite(part).any():
+                part -= np.nanmean(part)
+        return found
 
 
 @dataclass(frozen=True)
@@ -53,15 +64,21 @@ class Update:
         return math.sqrt(sum(c * c for c in self.coefs))
 
 
-def fitness(rewards: np.ndarray) -> Fitness:
-    """Pair signals of ``rewards`` (float64 [P, 1 or 2, rows], NaN = excluded)."""
+def fitness(rewards: np.ndarray, groups: int = 1) -> Fitness:
+    """Pair signals of ``rewards`` (float64 [P, 1 or 2, rows], NaN = excluded).
+
+    groups: pair p answered the rows of group ``p % groups``; only members of a group are compared on a row.
+    """
     rewards = np.asarray(rewards, np.float64)
     pairs, signs = rewards.shape[:2]
+    group = np.arange(pairs) % groups
     mean = np.full((pairs, signs), np.nan)
-    everyone = np.zeros(rewards.shape[2])
+    everyone = np.zeros((groups, rewards.shape[2]))
     if signs == 1:
         told = np.isfinite(rewards[:, 0])
-        everyone = np.where(told, rewards[:, 0], 0.0).sum(axis=0) / np.maximum(told.sum(axis=0), 1)
+        for g in range(groups):
+            own = told[group == g]
+            everyone[g] = np.where(own, rewards[group == g, 0], 0.0).sum(axis=0) / np.maximum(own.sum(axis=0), 1)
     d = np.full(pairs, np.nan)
     se = np.full(pairs, np.nan)
     count = np.zeros(pairs, np.int64)
@@ -72,18 +89,18 @@ def fitness(rewards: np.ndarray) -> Fitness:
             continue
         values = rewards[p][:, both]
         mean[p] = values.mean(axis=1)
-        half = (values[0] - values[1]) / 2 if signs == 2 else values[0] - everyone[both]
+        half = (values[0] - values[1]) / 2 if signs == 2 else values[0] - everyone[group[p], both]
         d[p] = half.mean()
         if n > 1:
             se[p] = half.std(ddof=1) / math.sqrt(n)
-    return Fitness(mean, d, se, count)
+    return Fitness(mean, d, se, count, groups)
 
 
 def shape(fit: Fitness, shaping: str, sigma: float) -> np.ndarray:
     """z, float64 [P]: 0 for pairs without a signal, and everywhere if all members did equally well."""
     z = np.zeros(len(fit.d))
     known = np.isfinite(fit.d)
-    values = fit.mean[known]
+    values = fit.centred[known]
     if values.size == 0 or _flat(values):
         return z
     if shaping == "raw":
@@ -119,15 +136,18 @@ def update(
     drift: float = 0.0,
     drift_budget: float = 0.0,
     spread: float = 1.0,
+    groups: int = 1,
 ) -> Update:
     """What one generation's rewards (float64 [P, 1 or 2, rows], NaN = excluded) say about the weights.
+
+    ``groups``: see :func:`fitness`.
 
     ``lr``, ``sigma``: this generation's, relative to rho. ``drift``: RMS of the learned delta relative to rho before
     the step. With a ``drift_budget`` B the old delta is shortened just so far that the new one is expected to end at B
     (step and delta are nearly orthogonal): ``keep = sqrt(B^2 - step^2)/drift`` where that is less than ``1 - decay``;
     a step longer than B is cut to B. As ``keep`` is recorded, replay needs no knowledge of the rule.
     """
-    fit = fitness(rewards)
+    fit = fitness(rewards, groups)
     pairs = len(fit.d)
     z = shape(fit, shaping, sigma)
     factor = shrinkage(fit) if shrink else 1.0
@@ -170,7 +190,7 @@ def _reason(fit: Fitness, z: np.ndarray, factor: float, shrink: bool) -> str:
     if not known.any():
         return "no signal: no pair has a row with a reward for both of its members; nothing is updated"
     values = fit.mean[known]
-    if _flat(values):
+    if _flat(fit.centred[known]):
         return (
             f"no signal: all {values.size} members got the same mean reward ({values.flat[0]:.4g}), so nothing tells "
             "them apart and nothing is updated. A reward with partial credit, an example in the prompt, a larger "

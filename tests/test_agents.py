@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,13 +71,15 @@ class FakeEngine:
 @pytest.fixture(autouse=True)
 def no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whether bwrap is installed must not matter, and a sandboxed program could not write the tests' files."""
-    monkeypatch.setenv("PATH", os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not has_bwrap(p)))
+    which = shutil.which
+
+    def ours_only(name: str) -> str | None:
+        found = which(name)
+        return found if name != "bwrap" or (found and found.startswith(str(tmp_path))) else None
+
+    monkeypatch.setattr(shutil, "which", ours_only)
     (tmp_path / "work").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "work"))
-
-
-def has_bwrap(folder: str) -> bool:
-    return (Path(folder) / "bwrap").exists()
 
 
 Opener = Callable[..., Agents]

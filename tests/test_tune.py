@@ -125,6 +125,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"loglik": 1.0},
         {"sigma_abs": 0.02, "lr": 0.1},
         {"antithetic": False, "pairs": 16},
+        {"antithetic": False, "pairs": 32, "rows": 2, "groups": 8},
+        {"groups": 4, "rows": 2},
     ],
 )
 def test_the_reward_rises(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -169,7 +171,7 @@ def test_one_generation_is_what_the_twin_says(tmp_path: Path) -> None:
 
 
 def test_members_without_a_minus_resume_too(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"antithetic": False, "pairs": 6, "generations": 4}
+    settings: dict[str, Any] = {"antithetic": False, "pairs": 6, "rows": 2, "groups": 3, "generations": 4}
     tune.tune(config(tmp_path / "whole", **settings), task=TASK)
     with pytest.raises(Interrupted):
         tune.tune(config(tmp_path / "halves", **settings), task=TASK, observer=Watcher(stop_after=2))
@@ -178,6 +180,7 @@ def test_members_without_a_minus_resume_too(tmp_path: Path) -> None:
     assert journal(tmp_path / "halves") == journal(tmp_path / "whole")
     line = journal(tmp_path / "whole")[2]
     assert len(line["rewards"]["plus"]) == 6 and line["rewards"]["minus"] == [] and len(line["coefs"]) == 6
+    assert len(line["rows"]) == 6 == len(set(line["rows"])) and line["answers"] == 12
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole: Path, tmp_path: Path) -> None:

@@ -60,6 +60,22 @@ def test_members_without_a_minus_are_measured_against_all(shaping: str) -> None:
     assert "same mean reward" in update(easy[:1], lr=0.2, sigma=1.0).reason  # a single member tells nothing
 
 
+@pytest.mark.parametrize("signs", [1, 2])
+def test_groups_are_compared_within_themselves(signs: int) -> None:
+    """Members 0, 2, 4 answered an easy row, 1, 3, 5 a hard one: which of the two is no merit."""
+    rewards = np.zeros((6, signs, 1))
+    rewards[0::2] = 100.0
+    rewards[:, 0, 0] += [0.0, 1.0, 1.0, 3.0, 2.0, 2.0]
+    fit = fitness(rewards, 2)
+    wanted = [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0] if signs == 1 else [0.0, 0.5, 0.5, 1.5, 1.0, 1.0]
+    np.testing.assert_allclose(fit.d, wanted)
+    step = update(rewards, lr=0.6, sigma=0.1, groups=2)
+    np.testing.assert_allclose(step.z, np.array(wanted) / fit.centred.std())
+    assert float(np.abs(fit.centred).max()) < 3.0
+    flat = np.repeat([[[1.0]], [[5.0]]], 3, axis=0)[[0, 3, 1, 4, 2, 5]]
+    assert "no signal" in update(flat, lr=0.6, sigma=0.1, groups=2).reason
+
+
 @pytest.mark.parametrize("shaping", SHAPINGS)
 @pytest.mark.parametrize("value", [0.0, 0.7, -3e8])
 def test_equal_rewards_move_nothing(shaping: str, value: float) -> None:

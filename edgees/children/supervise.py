@@ -3,7 +3,8 @@
 Arguments: the descriptor of a socket; limits (``AS=1000,CPU=60``, names of ``resource.RLIMIT_*``, "" for none); the
 command. The program's standard streams are ours. It is ended when it has run its course, or when the other side shuts
 the socket, even by dying. What is written to the socket, a line each: ``status N`` (as of ``subprocess``), or ``error
-WORDS`` where it could not be started; ``left N`` where N processes resisted. The current folder is the program's own: where nobody is left to remove it, we do.
+WORDS`` where it could not be started; ``left N`` where N processes resisted. The current folder is the program's own:
+it is removed here should the parent have died.
 
 On Linux processes that moved to a session of their own are ended too: this process inherits them as their parents end.
 """
