@@ -210,7 +210,10 @@ def _with_agents(
     """Whole agent programs, one process a rollout."""
 
     def policy(row_id: str) -> Policy:
-        return Policy(settings.max_tokens, settings.temperature, settings.seed, settings.generation, row_id)
+        return Policy(
+            settings.max_tokens, settings.temperature, settings.seed, settings.generation, row_id,
+            max_requests=settings.turns, max_session_tokens=settings.tokens,
+        )  # fmt: skip
 
     asked = [(member, row.id, _given(row)) for member, row in rollouts]
     played = agents.play(asked, policy, progress)

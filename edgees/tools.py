@@ -200,6 +200,7 @@ _MEANT = re.compile(r"""\s*\[?\s*\{\s*["']?(?:tool|name|function)\b""")
 _BETWEEN = re.compile(r"[\s,;]*(?=\{)")
 _DEPTH = 32
 """Lists and objects in one another that a call may have."""
+_BEGINS = re.compile(rf"\s*(?:[\[{{]|{_MARK.pattern})")
 _STARTS = 8
 """Opening braces tried before a text counts as one without JSON."""
 
@@ -213,14 +214,24 @@ def parse(text: str, names: Collection[str] | None = None, start: int = 0) -> Pa
     without ``<|python_tag|>``, and, fenced or not, as the first JSON of the reply, ``{"name", "arguments"}`` or the
     plain form. What stands in ``<think>`` is never a call. Never raises.
     """
-    head, end, body = text.rpartition("</think>")
-    if (names is not None and not names) or (not end and body.lstrip().startswith("<think>")):
+    thoughts, body = _thoughts(text)
+    if names is not None and not names:
         return Parsed(text)
     found = _Found(names, start)
     rest = _marked(body, found) if _MARK.search(body) else _bare(body, found)
     if not found.calls and not found.errors:
         return Parsed(text)
-    return Parsed((head + end + rest).strip(), tuple(found.calls), tuple(found.errors))
+    return Parsed((thoughts + rest).strip(), tuple(found.calls), tuple(found.errors))
+
+
+def _thoughts(text: str) -> tuple[str, str]:
+    """(what a model thinks, what it says). Many templates have it think from the start, so ``<think>`` may lack."""
+    if _BEGINS.match(text):  # with a call; ``</think>`` may stand in its arguments
+        return "", text
+    head, end, body = text.partition("</think>")
+    if end or head.lstrip().startswith("<think>"):
+        return head + end, body
+    return "", text
 
 
 @dataclass

@@ -358,7 +358,10 @@ class _Run:
         with _stop_on_signal(self.stop):
             self.engine.attach(self.delta)
             self.observer.on_start(self.info())
-            for text in (*self.task.warnings, *_frozen(self.engine)):
+            agents = self.setup.agents
+            if agents is not None:
+                agents.log = self.folder.path / "agents.log"
+            for text in (*self.task.warnings, *(agents.notes if agents else ()), *_frozen(self.engine)):
                 self.observer.on_message(text)
             try:
                 self.foretell()

@@ -170,6 +170,7 @@ B: tuple[str, dict[str, Any]] = ("set_light", {"room": "a", "level": 2})
         ('{"type": "function", "function": {"name": "look", "arguments": "{}"}}', "", [A]),
         ('{"name": "look", "arguments": null}', "", [A]),
         ('<think>{"tool": "set_light"}</think>{"tool": "look"}', '<think>{"tool": "set_light"}</think>', [A]),
+        ('so {"tool": "set_light"}?\n</think>{"tool": "look"}', 'so {"tool": "set_light"}?\n</think>', [A]),
     ],
 )  # fmt: skip
 def test_calls_in_all_forms(text: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
@@ -241,8 +242,8 @@ def test_without_tools_nothing_is_a_call() -> None:
 PIECES = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "```json\n",
-        "```", '{"tool": "look"', '{"name": "look"', ', "arguments": ', "{", "}", "[", "]", '"', ":", ",", ";", "null", "NaN",
-        "1e999", "9" * 5000, "[" * 3000, "\\ud800", "look", "\n", "\x00", "{}",
+        "```", '{"tool": "look"', '{"name": "look"', ', "arguments": ', "{", "}", "[", "]", '"', ":", ",", ";", "null",
+        "NaN", "1e999", "9" * 5000, "[" * 3000, "\\ud800", "look", "\n", "\x00", "{}",
     ]
 )  # fmt: skip
 
@@ -273,6 +274,7 @@ VALUES = st.recursive(
 @example({"arguments": {"a": 1}})
 @example({"parameters": 1})
 @example({"function": {"name": "x"}})
+@example({"</think>": "```"})
 def test_what_is_written_is_read_again(arguments: dict[str, Any]) -> None:
     wanted = [("look", arguments)]
     dumped = json.dumps({"name": "look", "arguments": arguments})

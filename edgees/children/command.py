@@ -17,6 +17,8 @@ from edgees.errors import UsageError
 def words_of(command: str) -> list[str]:
     """A command's words, files in it (also after ``--option=``) with their whole paths: it will run elsewhere.
 
+    ``python`` is the one of the active environment, and where none is active the one that edgees itself runs on.
+
     :raises UsageError: it cannot be read, or there is no such program.
     """
     try:
@@ -25,7 +27,8 @@ def words_of(command: str) -> list[str]:
         raise UsageError(f"the agent command cannot be read: {error}: {command}", "check its quotes") from error
     if not words:
         raise UsageError("the agent command is empty", 'write it as for a shell: "python my_agent.py"')
-    program = shutil.which(words[0])
+    active = any(os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
+    program = None if words[0] in ("python", "python3") and not active else shutil.which(words[0])
     if program is None and words[0] in ("python", "python3"):
         program = sys.executable
     if program is None:

@@ -1,8 +1,7 @@
 """Sudoku as an environment of edgees (gymnasium's shape): a grid with masked cells, one cell a turn."""
 
 import random
-
-DIGITS = "123456789"
+import re
 
 
 def solution(seed):
@@ -18,12 +17,20 @@ class Sudoku:
     """``masked`` cells are empty at first; ``set ROW COLUMN VALUE`` fills one. A value that breaks a rule of the game
     is refused, and so is one in a cell that is given.
 
-    Paid: 0.1 for the share of turns whose action can be read and is allowed, 0.4 for the share of empty cells filled as
-    in the solution, 0.5 for all of them.
+    Paid: up to 0.1 for the turns (a quarter of it for actions that can be read, as much for cells that are empty, half
+    for values that are allowed), 0.4 for the share of empty cells filled as in the solution, 0.5 for all of them.
     """
 
     system = "Fill the empty cells (.) of the Sudoku. Answer with one action: set ROW COLUMN VALUE"
     max_tokens = 12
+    examples = (
+        {
+            "role": "user",
+            "content": "234198576\n819765234\n57634281.\n798653142\n142987365\n365421798\n921876453\n687534921\n"
+            "453219687\nempty: row 3 column 9",
+        },
+        {"role": "assistant", "content": "set 3 9 9"},
+    )
 
     def __init__(self, masked=3):
         if not 1 <= int(masked) <= 15:
@@ -36,7 +43,7 @@ class Sudoku:
         cells = [(r, c) for r in range(9) for c in range(9)]
         self.empty = set(random.Random(f"mask {seed}").sample(cells, self.masked))
         self.grid = [[0 if (r, c) in self.empty else self.solution[r][c] for c in range(9)] for r in range(9)]
-        self.turns = self.allowed = 0
+        self.turns = self.credit = 0
         return self.board()
 
     def board(self):
@@ -44,17 +51,23 @@ class Sudoku:
         left = ", ".join(f"row {r + 1} column {c + 1}" for r, c in sorted(self.empty) if not self.grid[r][c])
         return "\n".join(lines) + f"\nempty: {left}"
 
+    def parse_action(self, text):
+        found = re.search(r"set\s+([1-9])\W+([1-9])\W+([1-9])", text.lower())
+        return " ".join(found.groups()) if found else None
+
     def step(self, action):
         self.turns += 1
-        words = action.lower().replace(",", " ").split()
-        if len(words) != 4 or words[0] != "set" or not all(len(w) == 1 and w in DIGITS for w in words[1:]):
+        if not action:
             return "That is no action. Write: set ROW COLUMN VALUE", 0.0, False, {"invalid": True}
-        r, c, value = int(words[1]) - 1, int(words[2]) - 1, int(words[3])
+        r, c, value = (int(word) - 1 for word in action.split())
+        value += 1
+        self.credit += 0.25
         if (r, c) not in self.empty:
             return f"Row {r + 1} column {c + 1} is given. " + self.board(), 0.0, False, {"invalid": True}
+        self.credit += 0.25
         if self.clashes(r, c, value):
             return f"{value} stands in that row, column or box already. " + self.board(), 0.0, False, {"invalid": True}
-        self.allowed += 1
+        self.credit += 0.5
         self.grid[r][c] = value
         solved = all(self.grid[r][c] == self.solution[r][c] for r, c in self.empty)
         return self.board(), 0.0, solved, {}
@@ -66,7 +79,7 @@ class Sudoku:
 
     def get_reward(self):
         right = sum(self.grid[r][c] == self.solution[r][c] for r, c in self.empty) / len(self.empty)
-        return 0.1 * self.allowed / max(self.turns, 1) + 0.4 * right + 0.5 * (right == 1.0)
+        return 0.1 * self.credit / max(self.turns, 1) + 0.4 * right + 0.5 * (right == 1.0)
 
     def metrics(self):
         right = sum(self.grid[r][c] == self.solution[r][c] for r, c in self.empty) / len(self.empty)
