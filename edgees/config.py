@@ -113,9 +113,14 @@ class Config:
 
     noise: str = _setting("lowrank", "kind of perturbation", choices=("sign", "lowrank", "normal"), group="search")
     rank: int = _setting(1, "rank of the lowrank noise", low=1, high=64, group="search")
-    pairs: int = _setting(16, "antithetic pairs of members per generation", low=1, high=65536, group="search")
+    pairs: int = _setting(
+        32, "directions tried per generation: members, or where antithetic pairs of members", low=1, high=65536,
+        group="search",
+    )  # fmt: skip
     antithetic: bool = _setting(
-        True, "members come in pairs, plus and minus; off: one member a pair, as plain ES has it", group="search"
+        False,
+        "two members try each direction, plus and minus; off: one does, so that the same rollouts try twice as many",
+        group="search",
     )
     rows: int = _setting(8, "rows of the task that every member of a generation answers", low=1, group="search")
     groups: int = _setting(

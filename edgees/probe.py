@@ -196,7 +196,7 @@ def choose_sigma(setup: opening.Setup, say: Callable[[str], None] = lambda text:
     c, task = setup.config, setup.task
     order = RowOrder(c.seed, len(task.train), c.rows)
     rows = [task.train[i] for i in order.rows(0)]
-    pairs = max(3, -(-c.pairs // len(LADDER)))
+    pairs = max(3, -(-c.members // (2 * len(LADDER))))
     seen: list[Seen] = []
     played: list[Trajectory] = []
     for sigma in LADDER:

@@ -135,7 +135,7 @@ def test_every_setting_is_documented_and_frozen() -> None:
         assert len(describe(name)) > 10
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().pairs = 3  # type: ignore[misc]
-    assert "[default: 16]" in describe("pairs")
+    assert "[default: 32]" in describe("pairs")
 
 
 def test_differences_name_old_and_new() -> None:

@@ -279,7 +279,7 @@ def test_an_agent_program_is_tuned(tmp_path: Path) -> None:
     result = tune.tune(given)
     assert result.generations == 3 and result.base is not None
     trace = [json.loads(line) for line in (tmp_path / "run/traces/000000.jsonl").read_text().splitlines()]
-    assert len(trace) == 16 and all(t["messages"][0]["content"].startswith("number") for t in trace)
+    assert len(trace) == 8 and all(t["messages"][0]["content"].startswith("number") for t in trace)
     journal = History.open(tmp_path / "run/history.jsonl", repair=False)
     assert (
         journal.header["config"]["agent_cmd"].endswith("agent.py") and "/" not in journal.header["config"]["agent_cmd"]

@@ -156,6 +156,8 @@ def tree_of(readme: str) -> dict[str, str]:
         del folders[len(match[1]) // 2 :]
         if match[2].endswith("/"):
             folders.append(match[2])
+            if match[3] and "".join(folders).startswith("edgees/examples/"):  # one line says it all
+                files["".join(folders)] = match[3]
         else:
             files["".join(folders) + match[2]] = match[3] or ""
     return files
@@ -164,7 +166,7 @@ def tree_of(readme: str) -> dict[str, str]:
 def source_files(root: Path) -> set[str]:
     """Files of edgees/ and csrc/ that are source: no caches, no compiled things."""
     return {
-        path.relative_to(root).as_posix()
+        re.sub(r"^(edgees/examples/[^/]+/).+", r"\1", path.relative_to(root).as_posix())
         for folder in ("edgees", "csrc")
         for path in (root / folder).rglob("*")
         if path.is_file()

@@ -50,6 +50,7 @@ TASK = some_task()
 
 def config(run: Path, **more: Any) -> Config:
     settings = {"engine": "toy", "model": "toy", "run": str(run), "pairs": 4, "rows": 4, "generations": 10}
+    settings["antithetic"] = True
     return load(None, settings | more)
 
 

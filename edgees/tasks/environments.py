@@ -37,6 +37,8 @@ KINDS = ("env", "textarena", "textworld", "gymnasium")
 TRAIN, HELDOUT = 256, 64
 GENERATED = 64, 32
 """The same for textworld, where an instance is a game that takes about a second to generate."""
+SEARCH = {"pairs": 32, "rows": 4, "groups": 2, "lr": 0.2, "sigma": 0.0, "eval_every": 5}
+"""Settings that suit rewards without likelihoods: a sigma at which episodes differ, more rows than with likelihoods."""
 FIRST_HELDOUT = 1_000_000
 """Seeds from here on are held out."""
 
@@ -98,6 +100,7 @@ def load(spec: str, split: float, seed: int) -> Task:
         system=about.system,
         max_tokens=about.max_tokens,
         warnings=tuple(warnings),
+        defaults=SEARCH,
         episodes=lambda: Environments(target, about),
     )
 

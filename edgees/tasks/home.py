@@ -165,5 +165,5 @@ def load() -> Task:
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        defaults={**SEARCH, "rows": 4},
+        defaults=SEARCH,
     )

@@ -16,11 +16,14 @@ RewardFunction = Callable[..., Any]
 
 
 SEARCH: Mapping[str, Any] = {
-    "pairs": 32, "generations": 10, "eval_every": 5, "loglik": 1.0, "loglik_hold": 1.0, "loglik_end": 1.0,
+    "pairs": 64, "rows": 2, "groups": 4, "lr": 0.28, "generations": 20, "eval_every": 10, "loglik": 1.0,
+    "loglik_hold": 1.0, "loglik_end": 1.0,
 }  # fmt: skip
-"""Settings that the built-in tasks share (docs/log.md). Likelihood of the reference answer to the end: with few rows it
-carries the signal of several times as many greedy answers, and is cheaper to compute. Many pairs on few rows: a row
-costs as much as a pair, and with a likelihood a few rows tell more than half of a pair's signal from noise.
+"""Settings that the built-in tasks share (docs/studies/split). Likelihood of the reference answer to the end: with few
+rows it carries the signal of several times as many greedy answers, and is cheaper to compute. Many members on two rows
+each: a row costs as much as a direction, and two tell more than half of a member's merit from noise; eight rows in all,
+so that no step is for two rows alone. Steps of lr/sqrt(pairs) = .035 of the weights' RMS are the best at first
+(docs/log.md).
 """
 
 

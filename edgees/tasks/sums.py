@@ -44,7 +44,7 @@ def load() -> Task:
         system=SYSTEM,
         max_tokens=MAX_TOKENS,
         metrics={"format": format_metric, "exact": exact_metric},
-        defaults={**SEARCH, "rows": 8},
+        defaults=SEARCH,
     )
 
 
