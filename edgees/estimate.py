@@ -30,7 +30,7 @@ import numpy as np
 from edgees import blocks, config, model_path, native, noise, opening, report, tune
 from edgees.backends import llamacpp, torch_nf4
 from edgees.backends.base import Member, Request
-from edgees.backends.streams import SEQUENCES, Job, Scheduler, output_rows
+from edgees.backends.streams import FIRST_LENGTH, SEQUENCES, Job, Scheduler, output_rows
 from edgees.config import Config
 from edgees.errors import ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
@@ -328,6 +328,11 @@ class Work:
     limit: int
 
     @property
+    def episodes(self) -> bool:
+        """Whether a rollout is more than one answer."""
+        return self.task.episodes is not None or bool(self.chosen.agent_cmd)
+
+    @property
     def answers(self) -> int:
         return self.chosen.max_tokens or self.task.max_tokens
 
@@ -347,7 +352,9 @@ class Work:
 
     @cached_property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens of the longest sequence; of episodes what engines begin with, as nobody knows how long they get."""
+        if self.episodes:
+            return min(2 * FIRST_LENGTH, self.limit)
         longest = 0
         for row in (*self.task.train, *self.heldout):
             messages = self.task.conversation(row, self.chosen.system)
@@ -841,7 +848,9 @@ def estimate(chosen: Config, *, card: str = "", budget: str = "", task: Task | N
     busy = device or host
     problems = lacks(setting, room)
     time_: dict[str, Any] | None = None
-    if name in CARDS:
+    if setting.work.episodes:
+        pass  # how long one takes shows only when it is played
+    elif name in CARDS:
         time_ = run_time(setting, on_paper(setting, name, CARDS[name]))
     elif not on_device:
         time_ = run_time(setting, calibrate(setting))
@@ -889,6 +898,11 @@ def require_fit(found: Mapping[str, Any]) -> None:
 def assumptions(setting: Setting, on_device: bool) -> list[str]:
     """What was taken for granted, in words."""
     c, work = setting.chosen, setting.work
+    if work.episodes:
+        return [
+            f"episodes of at most {setting.context} tokens, which is not known before they are played (--context N sets "
+            "it); for the time they take: edgees tune --dry-run"
+        ]
     found = [
         f"{BYTES_PER_TOKEN} bytes of text a token, {MESSAGE_TOKENS} tokens around a message: the longest sequence has "
         f"{work.length} tokens"

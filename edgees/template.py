@@ -256,7 +256,7 @@ class Controls:
     the template is rendered, each by one character that occurs nowhere else: such a stand-in can be trimmed, cut or
     joined by a template, but becomes no token. A beginning of a spelling at the end of a text, an end of one at its
     start, and a text that is as a whole part of one, are hidden as well, as what the template puts beside them might
-    complete it.
+    complete it. (Not covered: a template that removes something from the middle of a text and so joins two halves.)
     """
 
     def __init__(self, spellings: Iterable[str]) -> None:

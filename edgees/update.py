@@ -39,7 +39,7 @@ class Fitness:
     @property
     def centred(self) -> np.ndarray:
         """``mean`` less the mean of its group: rows are no merit of a member."""
-        found = self.mean.copy()
+        found: np.ndarray = self.mean.copy()
         for g in range(self.groups):
             part = found[g :: self.groups]
             if np.isfinite(part).any():

@@ -260,6 +260,8 @@ def test_what_has_to_be_hidden() -> None:
         "|im_end|"
     ]
     assert risky("<s><|im_") == ["<s>", "<|im_"] and risky("|><s>") == ["|>", "<s>"]
+    longer = Controls(["<s>", "<s>x"])
+    assert [longer.spellings, *longer.risky("<s>x", words=True)] == [["<s>x", "<s>"], (0, 4)]
     assert Controls([]).hide(USER, [], "") == (USER, [], {})
 
 

@@ -344,6 +344,18 @@ def _oracle(name: str, module: Any, row: Row, ask: Ask) -> str:
     return f"set {r} {c} {module.solution(row.columns['seed'])[r - 1][c - 1]}"
 
 
+def test_an_estimate_says_what_it_cannot_know(tmp_path: Path) -> None:
+    from models import tiny_gguf
+
+    from edgees import estimate
+
+    model = tiny_gguf(tmp_path / "m.gguf", "llama", quant="Q4_1")
+    chosen = config.load(None, {"model": str(model), "run": str(tmp_path / "run")})
+    found = estimate.estimate(chosen, task=some_task())
+    assert found["time"] is None and "not known before they are played" in found["assumptions"][0]
+    assert found["settings"]["context"] >= 512 and not any(line.startswith("time") for line in estimate.lines(found))
+
+
 def test_opening_closes_what_it_opened(tmp_path: Path) -> None:
     from contextlib import ExitStack
 

@@ -273,6 +273,7 @@ VALUES = st.recursive(
 @example({"tool": "x"})
 @example({"arguments": {"a": 1}})
 @example({"parameters": 1})
+@example({"arguments": {"a": 1}, "b": 2})
 @example({"function": {"name": "x"}})
 @example({"</think>": "```"})
 def test_what_is_written_is_read_again(arguments: dict[str, Any]) -> None:
@@ -449,6 +450,7 @@ def accepts(engine: LlamaCppEngine, grammar: str, text: str) -> bool:
 def test_a_grammar_of_actions(engine: LlamaCppEngine) -> None:
     actions = ["go", "go north", 'say "hi"\n\\', "ä☃", "tab\there", "[x]"]
     grammar = tools.grammar(actions=actions)
+    assert grammar.count("\n") == 1  # a line break in an action is none in the grammar
     assert all(accepts(engine, grammar, action) for action in actions)
     assert not any(accepts(engine, grammar, text) for text in ("", "g", "go  north", "go north!", "Go", "ä"))
 
