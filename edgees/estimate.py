@@ -900,8 +900,8 @@ def assumptions(setting: Setting, on_device: bool) -> list[str]:
     c, work = setting.chosen, setting.work
     if work.episodes:
         return [
-            f"episodes of at most {setting.context} tokens, which is not known before they are played (--context N sets "
-            "it); for the time they take: edgees tune --dry-run"
+            f"episodes of at most {setting.context} tokens, which is not known before they are played (--context N "
+            "sets it); for the time they take: edgees tune --dry-run"
         ]
     found = [
         f"{BYTES_PER_TOKEN} bytes of text a token, {MESSAGE_TOKENS} tokens around a message: the longest sequence has "
