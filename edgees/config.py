@@ -246,6 +246,9 @@ class Config:
             chosen.pop("time", None)
             chosen.pop("generations", None)
         values = {k: _coerce(k, v, source) for k, v in chosen.items()}
+        if "groups" in values:  # as far as the user's own number of members allows
+            least = 1 if values.get("antithetic", self.antithetic) else 2
+            values["groups"] = max(1, min(values["groups"], values.get("pairs", self.pairs) // least))
         return _checked(dataclasses.replace(self, **values), source)
 
     def public(self, free: bool = True) -> dict[str, Any]:
@@ -506,14 +509,13 @@ def _checked(config: Config, source: str) -> Config:
             )
         if config.rank > config.factors:
             raise UsageError(f"{source}: rank = {config.rank} is more than factors = {config.factors}")
-    if config.pairs < 2 * config.groups and not config.antithetic:
+    least = config.groups * (1 if config.antithetic else 2)
+    if config.pairs < least:
         raise UsageError(
-            f"{source}: groups = {config.groups} with {config.pairs} members: each is compared with the others of its "
-            "group, so at least two are needed in each",
-            "fewer groups, or more pairs",
+            f"{source}: pairs = {config.pairs} is too few for groups = {config.groups}: a member is compared with the "
+            "others of its group",
+            f"pairs = {least} or more, or antithetic = true" if config.groups == 1 else "fewer groups, or more pairs",
         )
-    if config.pairs < config.groups:
-        raise UsageError(f"{source}: groups = {config.groups} is more than pairs = {config.pairs}", "fewer groups")
     if config.loglik_hold > config.loglik_end:
         raise UsageError(
             f"{source}: loglik_hold = {config.loglik_hold:g} lies after loglik_end = {config.loglik_end:g}"

@@ -45,6 +45,17 @@ def test_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
     assert info.value.hint == "did you mean generations?"
 
 
+def test_members_suffice_for_their_groups() -> None:
+    """A task's own groups give way to the user's number of members; groups that he set himself are refused."""
+    defaults = {"pairs": 64, "groups": 4}
+    assert load(None, {}).with_defaults(defaults).groups == 4
+    assert load(None, {"pairs": 5}).with_defaults(defaults).groups == 2
+    assert load(None, {"pairs": 5, "antithetic": True}).with_defaults(defaults).groups == 4
+    assert load(None, {"pairs": 1, "antithetic": True}).with_defaults(defaults).groups == 1
+    assert "too few for groups = 3" in refused(pairs=5, groups=3)
+    assert "compared with the others" in refused(pairs=1)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
     [

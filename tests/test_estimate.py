@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setting(model: Path, available: int | None = None, **options: Any) -> estimate.Setting:
-    chosen = config.load(None, {"model": str(model), "task": "sums", **options})
+    chosen = config.load(None, {"model": str(model), "task": "sums", "antithetic": True, "groups": 1, **options})
     task = opening.open_task(chosen)
     chosen = chosen.with_defaults(task.defaults)
     return estimate.plan(chosen, estimate.read(chosen), task, available)
@@ -94,7 +94,8 @@ def test_plain_inference_leaves_out_what_tuning_adds(tiny: Path) -> None:
 def test_the_engine_allocates_what_was_said(tiny: Path, scope: str, tmp_path: Path) -> None:
     from edgees.backends import llamacpp
 
-    options = {"scope": scope, "parallel": 3, "pairs": 2, "generations": 1, "rows": 2, "eval_rows": 2}
+    options: dict[str, Any] = {"scope": scope, "parallel": 3, "pairs": 2, "generations": 1, "rows": 2, "eval_rows": 2}
+    options |= {"antithetic": True, "groups": 1}
     chosen = config.load(None, {"model": str(tiny), "task": "sums", "run": str(tmp_path / "run"), **options})
     made = setting(tiny, **options)
     with opening.open_engine(chosen) as engine:
