@@ -38,7 +38,7 @@ from edgees.update import fitness, loglik_weight, mix, shrinkage
 
 VARIED = ("sigma", "params", "noise", "rank", "amplitudes", "loglik", "scope", "factors", "temperature", "system")
 """Settings whose choices can be compared."""
-LADDER = (0.02, 0.04, 0.08, 0.16)
+LADDER = (0.01, 0.02, 0.04, 0.08)
 """What ``sigma = 0`` chooses from."""
 CLOSE = 0.7
 """So large a part of the highest shrink will do."""

@@ -351,6 +351,12 @@ def test_requests_that_come_while_others_run(kind: Kind, tmp_path: Path) -> None
         assert max(len(r.prompt) for r, _ in told) > 2 * max(len(r.prompt) for r, _ in told[::4])
         for request, completion in told if kind.exact else told[:6]:
             assert alone.generate([request]) == [completion]
+    for some in (2, 4, 3):  # streams that were in use before the weights changed ride along
+        engine.refresh()
+        turns = Turns(asked(engine)[:some], turns=1 + some)
+        engine.serve(turns)
+        for request, completion in (pair for seen in turns.seen for pair in seen):
+            assert not kind.exact or alone.generate([request]) == [completion]
     cancelled = Turns(asked(engine), turns=2, cancel=3)
     engine.serve(cancelled)
     assert all(len(seen) == 2 for seen in cancelled.seen)

@@ -258,6 +258,8 @@ class Scheduler:
     def forget(self) -> None:
         """The weights have changed: no stream's keys and values can be taken over any more."""
         for slot in self.slots:
+            if slot.held:  # the stream must not hold what we do not know of: it may ride along in a call
+                self.streams.trim(slot.id, 0)
             slot.member, slot.held, slot.job = None, [], None
 
     def complete(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
