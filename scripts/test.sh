@@ -6,7 +6,7 @@
 # Makes .venv in the checkout when there is none. Only an interpreter, its venv module and a C++ compiler are assumed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-ensure_env llama,plot,reasoning,test,torch model
+ensure_env agents,games,llama,plot,reasoning,test,torch model
 cd "$ROOT"
 
 # On a CI machine that is ours to change: the cross compiler and emulator for the NEON arm. Never a reason to fail.
