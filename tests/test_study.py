@@ -92,7 +92,10 @@ def test_a_shared_engine_gives_what_a_fresh_process_gives(finished: Path, tmp_pa
     last = lines(finished)[-1]
     assert (last["arm"], last["seed"]) == ("long", 3)
     options = STUDY.read(finished).run("digit", "long", 3).options
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     run = tmp_path / "run"
     command = [sys.executable, "-m", "edgees", "tune", *flags, "--seed", "3", "--run", str(run)]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)

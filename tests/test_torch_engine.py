@@ -398,7 +398,7 @@ def test_nothing_else_imports_torch(tmp_path: Path) -> None:
     model = models.tiny_gguf(tmp_path / "m.gguf", "llama")
     run = str(tmp_path / "run")
     arguments = [
-        "tune", "--model", str(model), "--task", "sums", "--run", run, "--generations", "1", "--pairs", "1",
+        "tune", "--model", str(model), "--task", "sums", "--run", run, "--generations", "1", "--pairs", "2",
         "--rows", "1", "--eval-rows", "2", "--max-tokens", "2",
     ]  # fmt: skip
     python(

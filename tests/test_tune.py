@@ -302,7 +302,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "score.py").write_text(SCORE)
     (folder / "run.toml").write_text(
         'engine = "toy"\nmodel = "toy:delay=0.02"\ntask = "jsonl:rows.jsonl"\nreward = "score.py:near"\n'
-        "pairs = 2\nrows = 2\ngenerations = 4\neval_every = 1\n"
+        "antithetic = true\npairs = 2\nrows = 2\ngenerations = 4\neval_every = 1\n"
     )
     done = process(folder, "tune", "run.toml", "--run", "whole", "--json")
     out, err = done.communicate(timeout=120)
