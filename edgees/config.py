@@ -26,6 +26,8 @@ FINDINGS = (
     "no-signal", "collapse", "hacking", "forgetting", "drift", "gap", "invalid", "length", "decay", "stall",
 )  # fmt: skip
 """What the watchdogs (:mod:`edgees.watch`) can find, and ``stop_on`` may name."""
+BEFORE = {"antithetic": True}
+"""What held in runs that were begun before there was such a setting."""
 DEFAULT_GENERATIONS = 10
 """In force when neither ``generations`` nor ``time`` is given."""
 
@@ -318,7 +320,7 @@ def differences(a: Config | Mapping[str, Any], b: Config | Mapping[str, Any], fr
     names += sorted((set(left) | set(right)) - set(SETTINGS))
     if not free:
         names = [n for n in names if n not in SETTINGS or not SETTINGS[n].metadata["free"]]
-    default = Config().public()
+    default = {**Config().public(), **BEFORE}
     result = []
     for n in names:
         old, new = left.get(n, default.get(n)), right.get(n, default.get(n))

@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
 from edgees.delta import Delta
 from edgees.episodes import Message, transcript
-from edgees.errors import ExportError, UsageError
+from edgees.errors import ExportError, TemplateError, UsageError
 from edgees.gguf_file import GgufFile
 from edgees.opening import Setup
 from edgees.rewards import Scorer
@@ -77,6 +77,8 @@ def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
         raise UsageError(f"task {task.name} has no held-out rows", "give some in tuning with --eval-data FILE")
     other = name is not None and name != settings.task
     specs = (task.reward or settings.reward) if other else (settings.reward or task.reward)
+    if other and task.episodes:  # it pays itself; the run's own scorer is for the run's own rows
+        specs = task.reward
     if not specs and (task.episodes or settings.agent_cmd):
         return task, Scorer([])  # the episodes pay themselves
     if not specs:
@@ -142,8 +144,10 @@ def targets(engine: Engine, rows: Sequence[Row], task: Task, settings: Config, g
             found.append((prompt, tuple(engine.encode(str(messages[first]["content"])))))
         elif row.answer is not None and not messages:
             found.append(rollout.reference(engine, conversation, row.answer))
-        else:
+        elif conversation or messages:
             found.append((tuple(engine.encode_chat(conversation or messages)), tokens if not messages else ()))
+        else:  # an episode that broke down before anything was said
+            found.append(((), ()))
     return found
 
 
@@ -151,15 +155,23 @@ def texts(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, setti
     """What the model reads and writes on ``rows``, as tokens: questions with their reference answers, or episodes."""
     if task.episodes or settings.agent_cmd:
         played = answer(engine, rows, task, scorer, settings)
-        return [engine.encode_chat(messages) for messages in played.messages if messages]
+        said = []
+        for messages in played.messages:
+            with suppress(TemplateError):  # a program's own last word may break the order that a template wants
+                said += [engine.encode_chat(messages)] if messages else []
+        return said
     nothing = Answers([], [()] * len(rows), np.empty(0), messages=[()] * len(rows))
     return [[*prompt, *target] for prompt, target in targets(engine, rows, task, settings, nothing)]
 
 
 def likelihoods(engine: Engine, wanted: Sequence[Target]) -> np.ndarray:
     """float64 [rows]: mean log-likelihood per token of each target; NaN where it is empty or does not fit."""
-    scores = engine.loglik([(CENTRE, prompt, target) for prompt, target in wanted])
-    return np.array([s.mean if s.tokens else math.nan for s in scores], np.float64)
+    found = np.full(len(wanted), np.nan)
+    places = [i for i, (prompt, target) in enumerate(wanted) if prompt and target]
+    scores = engine.loglik([(CENTRE, *wanted[i]) for i in places]) if places else []
+    for i, score in zip(places, scores, strict=True):
+        found[i] = score.mean
+    return found
 
 
 def interval(differences: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float | None, float | None]:
@@ -291,7 +303,8 @@ def evaluate(
                 tuned_ours = likelihoods(engine, wanted[some])
                 own = answer(engine, chosen[some], found, scorer, settings)
 
-        referenced = np.array([row.answer is not None for row in chosen])
+        referenced = np.array([r.answer is not None and not m for r, m in zip(chosen, tuned.messages, strict=True)])
+        unknown = np.full(len(chosen), np.nan)
         plain = [np.where(referenced, values, np.nan) for values in (base_plain, tuned_plain)]
         ours = [np.where(referenced[some], values, np.nan) for values in (base_ours, tuned_ours)]
         result = compare(base.rewards, tuned.rewards)
@@ -303,7 +316,10 @@ def evaluate(
             "type": kind,
             **result,
             "chose_best": voted if task is None or task == settings.task else 0,
-            "metrics": {name: compare(base.metrics[name], tuned.metrics[name]) for name in base.metrics},
+            "metrics": {
+                name: compare(base.metrics.get(name, unknown), tuned.metrics.get(name, unknown))
+                for name in dict.fromkeys([*base.metrics, *tuned.metrics])
+            },
             "loglik": compare(*plain),
             "own_engine": own
             and {

@@ -24,7 +24,7 @@ import numpy as np
 
 from edgees import config, report, rewards, rollout, watch
 from edgees import probe as probing
-from edgees.backends.base import CENTRE, Engine, Member, Request, Score
+from edgees.backends.base import CENTRE, Engine, Member, Progress, Request, Score
 from edgees.checkpoint import (
     RunFolder,
     append_line,
@@ -142,6 +142,7 @@ def resume(
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run))
         begun = History.open(folder.history_path, repair=False)
+        folder.config = replace(folder.config, **_before(begun))
         folder.check_config(begun)
         setup = open_setup(folder.config, stack, engine, task, scorer, begun)
         history, delta = recover(folder)
@@ -195,7 +196,7 @@ def replay(history: str | Path, *, model: str, out: str | Path, engine: str | No
     resolved = source.with_name("config.resolved.toml")  # of the paths the journal has only the files' names
     settings = {} if resolved.exists() else settings
     given = {"model": model, "run": str(out)} | ({"engine": engine} if engine else {})
-    config_ = config.load(resolved if resolved.exists() else None, settings | given).absolute()
+    config_ = config.load(resolved if resolved.exists() else None, _before(journal) | settings | given).absolute()
     header = journal.header
     if engine is None:
         require_same_base(journal, base_hash(config_), model)
@@ -211,6 +212,11 @@ def replay(history: str | Path, *, model: str, out: str | Path, engine: str | No
         result = RunResult.of(folder.path, journal, peak_rss_bytes())
         report.write(folder.path, config_.public(), result.to_dict())
         return result
+
+
+def _before(journal: History) -> dict[str, Any]:
+    """Settings that a run was begun without, as they were then."""
+    return {name: value for name, value in config.BEFORE.items() if name not in journal.header["config"]}
 
 
 def _moved(journal: History, config: Config, base: str) -> dict[str, Any]:
@@ -267,11 +273,11 @@ class Costs:
         return min(seconds, c.time) if c.time else seconds
 
 
-def probe(setup: Setup) -> tuple[Costs, list[Trajectory]]:
+def probe(setup: Setup, progress: Progress | None = None) -> tuple[Costs, list[Trajectory]]:
     """Measure :class:`Costs` on a few rows, answered by the model as it is; also those answers."""
     rows = setup.task.train[:PROBE_ROWS]
     began = time.monotonic()
-    answers = rollout.play(setup.engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
+    answers = rollout.play(setup.engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0), progress)
     reply, began = (time.monotonic() - began) / len(rows), time.monotonic()
     if setup.config.loglik > 0.0:
         rollout.likelihood(setup.engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
@@ -420,7 +426,7 @@ class _Run:
         if self.over():
             return
         if not done:
-            seconds = probe(self.setup)[0].of_run(self.setup)
+            seconds = probe(self.setup, self.progress(PROBE_ROWS))[0].of_run(self.setup)
             self.stop.check()
         elif total is None:
             seconds = self.config.time - spent

@@ -37,14 +37,26 @@ class Fitness:
     groups: int = 1
 
     @property
-    def centred(self) -> np.ndarray:
-        """``mean`` less the mean of its group: rows are no merit of a member."""
+    def merits(self) -> np.ndarray:
+        """Of each member, comparable over groups and free of which rows it answered: float64 like ``mean``.
+
+        One-sided: ``d``. Pairs: ``mean`` less that of the group.
+        """
+        if self.mean.shape[1] == 1:
+            return self.d[:, None]
         found: np.ndarray = self.mean.copy()
         for g in range(self.groups):
             part = found[g :: self.groups]
             if np.isfinite(part).any():
                 part -= np.nanmean(part)
         return found
+
+    @property
+    def flat(self) -> bool:
+        """All equal up to rounding: dividing by such a spread would blow rounding errors up to a full step."""
+        known = np.isfinite(self.d)
+        scale = max(1.0, float(np.abs(self.mean[known]).max())) if known.any() else 1.0
+        return not known.any() or float(np.ptp(self.merits[known])) <= 1e-12 * scale
 
 
 @dataclass(frozen=True)
@@ -100,8 +112,8 @@ def shape(fit: Fitness, shaping: str, sigma: float) -> np.ndarray:
     """z, float64 [P]: 0 for pairs without a signal, and everywhere if all members did equally well."""
     z = np.zeros(len(fit.d))
     known = np.isfinite(fit.d)
-    values = fit.centred[known]
-    if values.size == 0 or _flat(values):
+    values = fit.merits[known]
+    if fit.flat:
         return z
     if shaping == "raw":
         z[known] = fit.d[known] / sigma
@@ -190,7 +202,7 @@ def _reason(fit: Fitness, z: np.ndarray, factor: float, shrink: bool) -> str:
     if not known.any():
         return "no signal: no pair has a row with a reward for both of its members; nothing is updated"
     values = fit.mean[known]
-    if _flat(fit.centred[known]):
+    if fit.flat:
         return (
             f"no signal: all {values.size} members got the same mean reward ({values.flat[0]:.4g}), so nothing tells "
             "them apart and nothing is updated. A reward with partial credit, an example in the prompt, a larger "
@@ -204,11 +216,6 @@ def _reason(fit: Fitness, z: np.ndarray, factor: float, shrink: bool) -> str:
             "nothing is updated. More rows per generation make the signal visible"
         )
     return ""
-
-
-def _flat(values: np.ndarray) -> bool:
-    """Equal up to rounding: dividing by such a spread would blow rounding errors up to a full step."""
-    return float(np.ptp(values)) <= 1e-12 * max(1.0, float(np.abs(values).max()))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -184,6 +184,21 @@ def test_members_without_a_minus_resume_too(tmp_path: Path) -> None:
     assert len(line["rows"]) == 6 == len(set(line["rows"])) and line["answers"] == 12
 
 
+def test_a_run_begun_before_there_was_the_setting_keeps_its_pairs(tmp_path: Path) -> None:
+    """Its journal says nothing of antithetic, and the default has changed since."""
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        tune.tune(config(run, generations=4), task=TASK, observer=Watcher(stop_after=2))
+    lines = (run / "history.jsonl").read_text().split("\n")
+    header = json.loads(lines[0])
+    del header["config"]["antithetic"]
+    (run / "history.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]))
+    resolved = (run / "config.resolved.toml").read_text()
+    (run / "config.resolved.toml").write_text(resolved.replace("antithetic = true\n", ""))
+    tune.resume(run, task=TASK)
+    assert [len(line["rewards"]["minus"]) for line in journal(run) if "coefs" in line] == [4, 4, 4, 4]
+
+
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole: Path, tmp_path: Path) -> None:
     tune.tune(config(tmp_path / "again"), task=TASK)
     assert learned(tmp_path / "again") == learned(whole) and journal(tmp_path / "again") == journal(whole)

@@ -60,6 +60,23 @@ def test_members_without_a_minus_are_measured_against_all(shaping: str) -> None:
     assert "same mean reward" in update(easy[:1], lr=0.2, sigma=1.0).reason  # a single member tells nothing
 
 
+@pytest.mark.parametrize("shaping", ["zscore", "ranks"])
+def test_missing_rows_are_no_merit(shaping: str) -> None:
+    """Members of equal merit; one of them has no reward on the hard rows."""
+    rewards = np.tile([1.0, 1.0, 0.0, 0.0], (8, 1, 1)) + 1e-3 * np.arange(8)[:, None, None] % 4e-3
+    rewards[3, 0, 2:] = np.nan
+    z = np.array(update(rewards, lr=1.0, sigma=0.1, shaping=shaping).z)
+    assert abs(z).max() < 2.0 and z[7] > 0.8 and abs(z[3] - z[7]) < 0.6
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+def test_large_equal_rewards_move_nothing_with_gaps(size: float) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rewards = np.where(rng.random((8, 1, 4)) < 0.1, np.nan, size * 1.1)
+        assert update(rewards, lr=1.0, sigma=0.1, shrink=False).reason
+
+
 @pytest.mark.parametrize("signs", [1, 2])
 def test_groups_are_compared_within_themselves(signs: int) -> None:
     """Members 0, 2, 4 answered an easy row, 1, 3, 5 a hard one: which of the two is no merit."""
@@ -70,8 +87,8 @@ def test_groups_are_compared_within_themselves(signs: int) -> None:
     wanted = [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0] if signs == 1 else [0.0, 0.5, 0.5, 1.5, 1.0, 1.0]
     np.testing.assert_allclose(fit.d, wanted)
     step = update(rewards, lr=0.6, sigma=0.1, groups=2)
-    np.testing.assert_allclose(step.z, np.array(wanted) / fit.centred.std())
-    assert float(np.abs(fit.centred).max()) < 3.0
+    np.testing.assert_allclose(step.z, np.array(wanted) / fit.merits.std())
+    assert float(np.abs(fit.merits).max()) < 3.0
     flat = np.repeat([[[1.0]], [[5.0]]], 3, axis=0)[[0, 3, 1, 4, 2, 5]]
     assert "no signal" in update(flat, lr=0.6, sigma=0.1, groups=2).reason
 

@@ -45,6 +45,8 @@ ENDING = 4
 """So many last tokens tell one place of a text from another."""
 REMEMBERED = 1024
 """Prompts whose answers are kept as drafts while requests keep coming."""
+KEPT = 64
+"""Answers to one prompt that are kept as drafts."""
 FIRST_LENGTH = 512
 """Tokens of a stream while nobody knows how long the episodes will be; doubled when one needs more."""
 
@@ -260,7 +262,8 @@ class Scheduler:
         for slot in self.slots:
             if slot.held:  # the stream must not hold what we do not know of: it may ride along in a call
                 self.streams.trim(slot.id, 0)
-            slot.member, slot.held, slot.job = None, [], None
+            slot.member, slot.held, slot.job, slot.used = None, [], None, 0
+        self.turn = 0  # where cuts show, the choice of streams must not depend on what was done before
 
     def complete(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
         """Generate until every job has its outcome."""
@@ -343,7 +346,9 @@ class Scheduler:
     def _advance(self, run: Sequence[Slot], running: int, feed: Feed | None = None) -> int:
         """The next token, or more where a guess holds, of each of these jobs; how many end. running: jobs in all."""
         jobs = [s.job for s in run if s.job]
-        new = self._new_tokens(jobs, self.streams.seamless and running <= FEW_STREAMS)
+        # Guesses only where the whole call stays small, whoever has to ride along.
+        few = running <= FEW_STREAMS and run[-1].id - run[0].id < FEW_STREAMS
+        new = self._new_tokens(jobs, self.streams.seamless and few)
         width = len(new[0])
         given = dict(zip((s.id for s in run), new, strict=True))
         riders = [s for s in self.slots[run[0].id : run[-1].id] if s.id not in given]
@@ -425,7 +430,9 @@ class Scheduler:
             if ended:
                 if len(self.answers) >= REMEMBERED and feed:
                     self.answers.clear()
-                self.answers.setdefault(job.prompt, []).append(job.generated)
+                kept = self.answers.setdefault(job.prompt, [])
+                kept.append(job.generated)
+                del kept[:-KEPT]
                 slot.job = None
                 done += 1
                 if feed:
@@ -708,7 +715,9 @@ class StreamEngine:
         feed = _Feed(self, source)
         while feed.open:
             scheduler = self.scheduler(feed.length, SEQUENCES)
-            feed.length = min(scheduler.streams.length, self.context_length)
+            # Where cuts show, what was grown by earlier work must not show either.
+            have = scheduler.streams.length if scheduler.streams.seamless else feed.length
+            feed.length = min(have, self.context_length)
             scheduler.serve(feed, progress)
 
     def loglik(
