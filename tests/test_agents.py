@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def agents() -> Iterator[Opener]:
 
     def make(script: str = "faulty.py", engine: Any = None, **options: Any) -> Agents:
         options = {"workers": 4, "deadline": 120.0, **options}
-        opened.append(Agents(f"{PYTHON} {HERE / script}", engine=engine or FakeEngine(), **options))
+        opened.append(Agents(f"{quote(PYTHON)} {quote(str(HERE))}/{script}", engine=engine or FakeEngine(), **options))
         return opened[-1]
 
     yield make
@@ -520,11 +521,15 @@ def test_words_that_name_files_get_their_whole_paths(tmp_path: Path, monkeypatch
     ]  # fmt: skip
 
 
-def test_python_is_the_one_on_the_path_else_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_is_that_of_the_active_environment_else_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert words_of("python x") == [PYTHON, "x"]
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "python").write_text("#!/bin/sh\n")
     (tmp_path / "python").chmod(0o755)
+    assert words_of("python x") == [PYTHON, "x"]
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    assert words_of("python3 x") == [PYTHON, "x"]  # it has none of that name
     assert words_of("python x") == [str(tmp_path / "python"), "x"]
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -273,7 +274,7 @@ def test_an_agent_program_is_tuned(tmp_path: Path) -> None:
         "    return [-abs(float(c[-1]['content']) - float(a)) for c, a in zip(completions, answer)]\n"
     )
     given = settings(
-        tmp_path / "run", task=f"jsonl:{tmp_path}/rows.jsonl", agent_cmd=f"{sys.executable} {tmp_path}/agent.py",
+        tmp_path / "run", task=f"jsonl:{tmp_path}/rows.jsonl", agent_cmd=f"{quote(sys.executable)} {tmp_path}/agent.py",
         reward=(f"{tmp_path}/score.py",), pairs=4, rows=2, generations=3, eval_every=3,
     )  # fmt: skip
     result = tune.tune(given)
