@@ -236,7 +236,7 @@ def test_a_run_from_the_shell(project: Path) -> None:
     done = edgees_process("tune", "run.toml", "--run", "mein Lauf")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].endswith(": 2 generations, 4 members x 2 rows")
+    assert lines[0].endswith(": 2 generations, 2 members x 2 rows")
     assert lines[1] == "run folder: mein Lauf"
     assert [line.partition(":")[0] for line in lines[2:6]] == [
         "expected time",
