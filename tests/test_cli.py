@@ -233,10 +233,10 @@ KEYS = ("run", "generations", "base", "best", "seconds", "peak_rss_bytes")
 
 def test_a_run_from_the_shell(project: Path) -> None:
     """Cases 14, 31, 34 and 36: plain lines, one document, exit codes, and files that another command accepts."""
-    done = edgees_process("tune", "run.toml", "--run", "mein Lauf")
+    done = edgees_process("tune", "run.toml", "--antithetic", "--run", "mein Lauf")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].endswith(": 2 generations, 2 members x 2 rows")
+    assert lines[0].endswith(": 2 generations, 4 members x 2 rows")
     assert lines[1] == "run folder: mein Lauf"
     assert [line.partition(":")[0] for line in lines[2:6]] == [
         "expected time",
