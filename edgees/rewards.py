@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgees.children import FOLDER as _CHILDREN
-from edgees.children import Child, ChildDied, ChildTimeout, calling, trace_lines
+from edgees.children import Child, ChildDied, ChildTimeout, calling, guest_place
 from edgees.episodes import Message
 from edgees.errors import DataError, ScorerError, UsageError
 from edgees.rollout import Trajectory
@@ -250,7 +248,7 @@ class _InChild:
         try:
             answer = self._child.call(request, seconds)
         except ChildTimeout as error:
-            where = _where(error.trace)
+            where = guest_place(error.trace)
             raise ScorerError(
                 f"the scorer {self.name} did not return within {seconds:g} s ({doing})"
                 + (f"; it was at {where}" if where else ""),
@@ -303,19 +301,6 @@ class _OfFile(_InChild):
         arguments = _arguments(rows, completions)
         _require(self.name, self._required or [], arguments)
         return self._values(arguments, len(rows))
-
-
-def _where(trace: str) -> str:
-    """The innermost frame of guest code in a faulthandler dump: of the file itself where it shows, else any."""
-    ours = {str(path) for path in _CHILDREN.glob("*.py")}
-    blocks = trace.split("\n\n")
-    main = next((block for block in reversed(blocks) if any(path in block for path in ours)), trace)
-    lines = [frame for frame in trace_lines(main, tuple(ours)) if not frame[0].startswith("<")]
-    if not lines:
-        return ""
-    guest = [frame for frame in lines if not frame[0].startswith((sys.prefix, sys.base_prefix))]
-    file, line, function = (guest or lines)[0]
-    return f"{Path(file).name}:{line} in {function}"
 
 
 def last_text(answer: Answer) -> str:

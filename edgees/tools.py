@@ -367,14 +367,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+"""Strict about what models write: an object with a key twice, or NaN, is no JSON."""
 
 
 def _loads(text: str, start: int = 0) -> tuple[Any, int]:
     """(value, end) of the JSON at ``start``. Raises ValueError in a few words."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {max(0, error.pos - start)}") from None
     except RecursionError:

@@ -247,6 +247,20 @@ def trace_lines(trace: str, skip: Sequence[str] = ()) -> list[tuple[str, int, st
     return found
 
 
+def guest_place(trace: str) -> str:
+    """``file:line in function`` of a faulthandler dump's main thread: of the guest's own code where it shows, else of
+    any that is not ours; "" if the child could not say."""
+    ours = tuple(str(path) for path in FOLDER.glob("*.py"))
+    blocks = trace.split("\n\n")  # a thread each, the main one last
+    main = next((block for block in reversed(blocks) if any(path in block for path in ours)), trace)
+    frames = [frame for frame in trace_lines(main, ours) if not frame[0].startswith("<")]
+    if not frames:
+        return ""
+    guest = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))]
+    file, line, function = (guest or frames)[0]
+    return f"{Path(file).name}:{line} in {function}"
+
+
 @atexit.register
 def close_all() -> None:
     """End every child of this process."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 
+from edgees import population
 from edgees.backends.base import Completion, Engine, Member, Request
 from edgees.endpoint.wanted import ApiError, Reply, Wanted, decode
 from edgees.episodes import Message
@@ -38,8 +39,8 @@ def request_seed(seed: int, generation: int, row: str, turn: int, index: int = 0
     That of :func:`edgees.population.request_seed` for the row ``"{row}[ turn {turn}][ choice {index}]"``, as of
     episodes that are played in this process.
     """
-    text = f"{seed} {generation} {row}" + f" turn {turn}" * (turn > 0) + f" choice {index}" * (index > 0)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF
+    which = row + f" turn {turn}" * (turn > 0) + f" choice {index}" * (index > 0)
+    return population.request_seed(seed, generation, which)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from edgees import tools
-from edgees.children import FOLDER, Child, ChildDied, ChildTimeout, trace_lines
+from edgees.children import Child, ChildDied, ChildTimeout, guest_place
 from edgees.episodes import Ask, Ending, Message
 from edgees.errors import ScorerError, UsageError
 
@@ -158,19 +156,6 @@ class Environments:
             where = f" ({answer['where']})" if answer["where"] else ""
             raise ScorerError(f"the environment could not be loaded: {answer['error']}{where}", answer["trace"])
         return About.of(answer)
-
-
-def place(trace: str) -> str:
-    """Where the child was when its time was up, as `` (file:line in function)``; "" if it could not say."""
-    ours = tuple(str(path) for path in FOLDER.glob("*.py"))
-    blocks = trace.split("\n\n")  # a thread each, the main one last
-    main = next((block for block in reversed(blocks) if any(path in block for path in ours)), trace)
-    frames = [frame for frame in trace_lines(main, ours) if not frame[0].startswith("<")]
-    if not frames:
-        return ""
-    guest = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))]
-    file, line, function = (guest or frames)[0]
-    return f" (at {Path(file).name}:{line} in {function})"
 
 
 class Play:
@@ -362,6 +347,12 @@ class Play:
             raise Broken(self._fault(method, str(error))) from error
         except Broken as error:
             raise Broken(self._fault(method, str(error))) from error
+
+
+def place(trace: str) -> str:
+    """`` (at file:line in function)`` where the child could say where it was."""
+    found = guest_place(trace)
+    return f" (at {found})" if found else ""
 
 
 def _digest(answer: Mapping[str, Any]) -> bytes:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any, NoReturn
+from typing import Any
+
+from edgees.tools import DECODER
 
 _FENCE = re.compile(r"\A```[ \t]*[A-Za-z]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```\Z", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?(?![\w])")
 _STARTS = 8
 """Opening braces tried before giving up on a text."""
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
 
 
 def json_object(text: str) -> tuple[dict[str, Any] | None, bool]:
@@ -41,7 +28,7 @@ def json_object(text: str) -> tuple[dict[str, Any] | None, bool]:
         if start < 0:
             break
         try:
-            value, end = _DECODER.raw_decode(body, start)
+            value, end = DECODER.raw_decode(body, start)
         except (ValueError, RecursionError):
             start = body.find("{", start + 1)
             continue
