@@ -2,8 +2,10 @@
 
 A program finds its row as JSON on standard input, in ``EDGEES_TASK_FILE`` and, where it is short, in ``EDGEES_TASK``;
 the model at ``OPENAI_BASE_URL`` or ``ANTHROPIC_BASE_URL``, whatever key and model name it gives; ``EDGEES_SEED`` for
-whatever is random in it. It runs in an empty folder of its own, which is its HOME too, and sees little else of the
-environment. Its reward is, in this order,
+whatever is random in it. The run's context (:mod:`edgees.context`) is put into every conversation that it has with the
+model, or, where the run says so, lies in ``EDGEES_SKILLS_FILE`` (its notes) and ``EDGEES_CONTEXT_FILE`` (all of it). It
+runs in an empty folder of its own, which is its HOME too, and sees little else of the environment. Its reward is, in
+this order,
 
 1. what it posts to ``EDGEES_REWARD_URL`` (``{"reward": 0.5, ...}``), the last time counts;
 2. the file ``reward.json`` in its folder, an object like that or a number;
@@ -117,10 +119,11 @@ class Agents:
         self._serving()
 
     def play(
-        self, rollouts: Sequence[Rollout], policy_of: Callable[[str], Policy], progress: Progress | None = None
+        self, rollouts: Sequence[Rollout], policy_of: Callable[[int, str], Policy], progress: Progress | None = None
     ) -> list[Played]:
         """Each rollout's episode, in order; the engine works in the calling thread. The very first one goes ahead.
 
+        policy_of: (place among the rollouts, row's id) -> what its session may do.
         progress: as the engine calls it, also while the programs think. Whatever ends this early ends all programs.
 
         :raises UsageError: the program cannot be started. :raises ScorerError: the first one fails without having asked
@@ -134,7 +137,7 @@ class Agents:
         try:
             episodes = list[Future[Played]]()
             for place, rollout in enumerate(rollouts):
-                episodes.append(pool.submit(self._episode, table, place, rollout, policy_of(rollout[1])))
+                episodes.append(pool.submit(self._episode, table, place, rollout, policy_of(place, rollout[1])))
                 episodes[-1].add_done_callback(table.ended)
             self.engine.serve(table, table.told)
             table.check()
@@ -209,6 +212,13 @@ class Agents:
             "EDGEES_REWARD_URL": f"{base}/reward", "EDGEES_TASK_FILE": str(file),
             "EDGEES_SEED": str(request_seed(policy.seed, policy.generation, f"episode {row}")),
         }  # fmt: skip
+        if policy.files:
+            for name, variable, text in (
+                ("SKILL.md", "EDGEES_SKILLS_FILE", policy.context.skills),
+                ("context.json", "EDGEES_CONTEXT_FILE", json.dumps(policy.context.to_dict())),
+            ):
+                (folder / name).write_text(text + "\n", encoding="utf-8")
+                environment[variable] = str(folder / name)
         if len(task) <= IN_ENVIRONMENT:
             environment["EDGEES_TASK"] = task
         command = [*(self.sandbox.prefix(folder) if self.sandbox else ()), *self.command]

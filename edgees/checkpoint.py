@@ -5,6 +5,7 @@ delta.safetensors      what has been learned so far (with a sidecar: updates in 
 best/                  the same at the best held-out score, and best.json
 config.resolved.toml   all settings
 metrics.jsonl, .csv    figures per generation
+context.json, SKILL.md the context in force, where there is one
 traces/, plots/, README.md
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from edgees.config import Config, differences, load, to_toml
+from edgees.context import Context
 from edgees.delta import Delta, require_space
 from edgees.errors import RunError, UsageError, WillNotFit
 from edgees.history import History, replay
@@ -176,6 +178,15 @@ def best_record(run: str | Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def write_context(run: Path, context: Context) -> None:
+    """The context in force, for people: context.json, and its notes as SKILL.md. None is written for an empty one."""
+    path = run / "context.json"
+    if context.empty and not path.exists():
+        return
+    write_atomic(path, json.dumps(context.to_dict(), ensure_ascii=False, indent=1).encode() + b"\n")
+    write_atomic(run / "SKILL.md", context.skills.encode() + b"\n")
+
+
 def recover(folder: RunFolder) -> tuple[History, Delta]:
     """Journal and delta of a run, in agreement with each other however the last process ended.
 
@@ -188,6 +199,7 @@ def recover(folder: RunFolder) -> tuple[History, Delta]:
         stray.unlink(missing_ok=True)
     delta = _agreeing(folder, history)
     try:
+        write_context(folder.path, history.context(history.generation))
         while delta.generation < history.generation:
             delta.apply(history.step(delta.generation))
         _mend_best(folder, history, delta)

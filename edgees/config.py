@@ -95,8 +95,8 @@ class Config:
     scope: str = _setting(
         "full",
         "full: every weight, beside the base in residual planes; adapter: every matrix through a low-rank adapter; "
-        "lattice: every weight on the base's own 4-bit grid",
-        choices=("full", "adapter", "lattice"), group="what is tuned",
+        "lattice: every weight on the base's own 4-bit grid; none: no weight, the context alone (evolve)",
+        choices=("full", "adapter", "lattice", "none"), group="what is tuned",
     )  # fmt: skip
     bits: int = _setting(4, "scope full: bits a weight of the residual plane", choices=(2, 4, 8), group="what is tuned")
     factors: int = _setting(
@@ -178,6 +178,48 @@ class Config:
         0, "tokens that all replies of an episode may have together; 0: no limit", low=0, group="episodes"
     )
 
+    context_file: str = _setting(
+        "",
+        "context to begin with: a context.json as export writes it, or a Markdown file of notes (a skill file)",
+        path=True, group="context",
+    )  # fmt: skip
+    agent_context: str = _setting(
+        "prompt",
+        "how agent programs get it: prompt: put into every conversation; files: at EDGEES_SKILLS_FILE and "
+        "EDGEES_CONTEXT_FILE",
+        choices=("prompt", "files"), group="context",
+    )  # fmt: skip
+    evolve: tuple[str, ...] = _setting(
+        (),
+        "what of the context evolves with the weights: shots (worked examples), skills (notes distilled from tries), "
+        "prompt (the system message, by reflection), or FILE.py[:FUNCTION] of your own; several allowed",
+        path=True, group="context",
+    )  # fmt: skip
+    evolve_every: int = _setting(3, "generations between proposals of new contexts", low=1, group="context")
+    evolve_candidates: int = _setting(4, "contexts on trial at once, at most", low=1, high=64, group="context")
+    evolve_error: float = _setting(
+        0.05, "bound on the probability that a context which changes nothing is adopted", above=0.0, high=0.5,
+        group="context",
+    )  # fmt: skip
+    evolve_budget: float = _setting(
+        0.2, "share of the rollouts that proposals may use for tries of their own", low=0.0, high=1.0, group="context"
+    )
+    evolve_tokens: int = _setting(
+        512, "tokens that system message, notes and examples may have together", low=1, group="context"
+    )
+    reflector: str = _setting(
+        "self",
+        "the model that reflects on tries: self (the one that is tuned), a GGUF file, openai:MODEL or anthropic:MODEL "
+        "(address and key from the environment; only these two send anything anywhere)",
+        path=True, group="context",
+    )  # fmt: skip
+    redact: str = _setting(
+        "",
+        "FILE.py[:FUNCTION] through which a prompt goes before it is sent to openai: or anthropic:; what looks like a "
+        "key or an address is masked in any case",
+        path=True, group="context",
+    )  # fmt: skip
+
     max_tokens: int = _setting(0, "tokens a reply may have; 0: the task's own limit", low=0, group="replies")
     temperature: float = _setting(0.0, "sampling temperature in tuning; 0: greedy", low=0.0, group="replies")
     context: int = _setting(0, "tokens one sequence may have; 0: by need", low=0, group="replies")
@@ -224,7 +266,7 @@ class Config:
     @property
     def view(self) -> str:
         """Where the delta lives: ``refined``, ``adapter`` or ``lattice`` (design.md)."""
-        return "refined" if self.scope == "full" else self.scope
+        return {"full": "refined", "none": "adapter"}.get(self.scope, self.scope)
 
     @property
     def factors_by_name(self) -> list[tuple[str, float]]:
@@ -238,7 +280,7 @@ class Config:
         An adapter is to be exported exactly, so its scope leaves out what no LoRA file holds for every model: norms,
         biases, and the embedding (which may be the head too), unless ``params`` says otherwise.
         """
-        return self.params or (r"^(?!.*(embed|norm|\.bias$))" if self.scope == "adapter" else "")
+        return self.params or (r"^(?!.*(embed|norm|\.bias$))" if self.view == "adapter" else "")
 
     def with_defaults(self, defaults: Mapping[str, Any], source: str = "task") -> Config:
         """Fill what the user left open with a task's own defaults."""
@@ -249,7 +291,7 @@ class Config:
             chosen.pop("generations", None)
         values = {k: _coerce(k, v, source) for k, v in chosen.items()}
         if "groups" in values:  # as far as the user's own number of members allows
-            least = 1 if values.get("antithetic", self.antithetic) else 2
+            least = 4 if self.evolve else 1 if values.get("antithetic", self.antithetic) else 2
             values["groups"] = max(1, min(values["groups"], values.get("pairs", self.pairs) // least))
         return _checked(dataclasses.replace(self, **values), source)
 

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ class Context:
     skills: str = ""
     shots: tuple[Shot, ...] = ()
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
     def digest(self) -> str:
         """16 hex digits of the SHA-256 of :meth:`to_dict`."""
         text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))

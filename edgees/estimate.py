@@ -32,10 +32,12 @@ from edgees.backends import llamacpp, torch_nf4
 from edgees.backends.base import Member, Request
 from edgees.backends.streams import FIRST_LENGTH, SEQUENCES, Job, Scheduler, output_rows
 from edgees.config import Config
+from edgees.context import Context
 from edgees.errors import ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
 from edgees.hf_files import HfFolder
 from edgees.hf_layout import canonical, rope_permuted
+from edgees.opening import first_context
 from edgees.tasks.rows import Row, Task
 from edgees.update import loglik_weight
 
@@ -336,9 +338,22 @@ class Work:
     def answers(self) -> int:
         return self.chosen.max_tokens or self.task.max_tokens
 
+    @cached_property
+    def context(self) -> Context:
+        return first_context(self.chosen)
+
+    @property
+    def grown(self) -> int:
+        """Tokens that the context may have come to."""
+        return self.chosen.evolve_tokens if self.chosen.evolve else 0
+
+    def _conversation(self, row: Row) -> list[dict[str, Any]]:
+        system = self.chosen.system if self.context.system is None else self.context.system
+        return self.context.apply(self.task.conversation(row, system))
+
     def prompt(self, row: Row) -> list[int]:
-        tokens: list[int] = []
-        for message in self.task.conversation(row, self.chosen.system):
+        tokens = [0] * self.grown
+        for message in self._conversation(row):
             tokens += [0] * MESSAGE_TOKENS + pieces(message["content"])
         return (tokens + [0] * MESSAGE_TOKENS)[: max(1, self.limit - 1)]
 
@@ -357,11 +372,11 @@ class Work:
             return min(2 * FIRST_LENGTH, self.limit)
         longest = 0
         for row in (*self.task.train, *self.heldout):
-            messages = self.task.conversation(row, self.chosen.system)
+            messages = self._conversation(row)
             prompt = sum(MESSAGE_TOKENS + count(m["content"]) for m in messages) + MESSAGE_TOKENS
             target = 1 + count(row.answer or "") if self.chosen.loglik else 0
             longest = max(longest, prompt + max(self.answers, target))
-        return min(longest, self.limit)
+        return min(longest + self.grown, self.limit)
 
     @property
     def weights(self) -> list[float]:

@@ -26,6 +26,7 @@ from edgees import merge, rewards, rollout
 from edgees.backends.base import CENTRE, Engine
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
+from edgees.context import Context
 from edgees.delta import Delta
 from edgees.episodes import Message, transcript
 from edgees.errors import ExportError, TemplateError, UsageError
@@ -44,6 +45,7 @@ AGREEMENT_ROWS = 32
 RESAMPLES = 20_000
 EXAMPLES = 6
 
+NOTHING = Context()
 Say = Callable[[str], None]
 """Told what is being done, for people who wait."""
 
@@ -107,10 +109,12 @@ def open_engine(settings: Config, path: Path, *, plain: bool) -> LlamaCppEngine:
     )  # fmt: skip
 
 
-def answer(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> Answers:
-    """The centre's greedy answers to ``rows`` under the conditions of the run, scored."""
+def answer(
+    engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config, context: Context = NOTHING
+) -> Answers:
+    """The centre's greedy answers to ``rows`` under the conditions of the run and in a context, scored."""
     with ExitStack() as stack:
-        setup = Setup(settings, task, scorer, engine, lambda: None).with_players(stack)
+        setup = Setup(settings, task, scorer, engine, lambda: None, context=context).with_players(stack)
         played = rollout.play(engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
     scores = rewards.judge(scorer, played)
     metrics = {
@@ -132,36 +136,42 @@ def answer(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, sett
 Target = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def targets(engine: Engine, rows: Sequence[Row], task: Task, settings: Config, given: Answers) -> list[Target]:
+def targets(
+    engine: Engine, rows: Sequence[Row], task: Task, settings: Config, given: Answers, context: Context = NOTHING
+) -> list[Target]:
     """(prompt, tokens to be found likely) per row: the reference answer, or else the answer that was given; of an
     episode the first reply."""
+    setup = Setup(settings, task, Scorer([]), engine, lambda: None)
     found: list[Target] = []
     for row, tokens, messages in zip(rows, given.tokens, given.messages, strict=True):
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("content")), 0)
-        conversation = task.conversation(row, settings.system)
+        conversation = setup.conversation(row, context)
         if first:
-            prompt = tuple(engine.encode_chat(messages[:first]))
+            prompt = tuple(engine.encode_chat(context.apply(messages[:first], whole=bool(settings.agent_cmd))))
             found.append((prompt, tuple(engine.encode(str(messages[first]["content"])))))
         elif row.answer is not None and not messages:
             found.append(rollout.reference(engine, conversation, row.answer))
-        elif conversation or messages:
-            found.append((tuple(engine.encode_chat(conversation or messages)), tokens if not messages else ()))
+        elif row.messages or messages:
+            said = conversation if row.messages else messages
+            found.append((tuple(engine.encode_chat(said)), tokens if not messages else ()))
         else:  # an episode that broke down before anything was said
             found.append(((), ()))
     return found
 
 
-def texts(engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config) -> list[list[int]]:
+def texts(
+    engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config, context: Context = NOTHING
+) -> list[list[int]]:
     """What the model reads and writes on ``rows``, as tokens: questions with their reference answers, or episodes."""
     if task.episodes or settings.agent_cmd:
-        played = answer(engine, rows, task, scorer, settings)
+        played = answer(engine, rows, task, scorer, settings, context)
         said = []
         for messages in played.messages:
             with suppress(TemplateError):  # a program's own last word may break the order that a template wants
-                said += [engine.encode_chat(messages)] if messages else []
+                said += [engine.encode_chat(context.apply(messages))] if messages else []
         return said
     nothing = Answers([], [()] * len(rows), np.empty(0), messages=[()] * len(rows))
-    return [[*prompt, *target] for prompt, target in targets(engine, rows, task, settings, nothing)]
+    return [[*prompt, *target] for prompt, target in targets(engine, rows, task, settings, nothing, context)]
 
 
 def likelihoods(engine: Engine, wanted: Sequence[Target]) -> np.ndarray:
@@ -262,6 +272,7 @@ def evaluate(
         found, scorer = task_and_scorer or open_task(settings, task)
         stack.enter_context(scorer)
         chosen, voted = choose(found, rows, settings.eval_rows)
+        evolved = run.context != run.first
         if not (found.episodes or settings.agent_cmd):
             scorer.dry_run(chosen)
         scratch = Path(stack.enter_context(_scratch(run.folder)))
@@ -276,17 +287,20 @@ def evaluate(
         # Plain llama.cpp first: our backend, once loaded, stays in the process (asleep, but why argue).
         say(f"{len(chosen)} held-out rows in plain llama.cpp: tuned")
         with open_engine(settings, exported, plain=True) as engine:
-            tuned = answer(engine, chosen, found, scorer, settings)
-            wanted = targets(engine, chosen, found, settings, tuned)
+            tuned = answer(engine, chosen, found, scorer, settings, run.context)
+            wanted = targets(engine, chosen, found, settings, tuned, run.context)
             tuned_plain = likelihoods(engine, wanted)
+            weights_alone = answer(engine, chosen, found, scorer, settings, run.first) if evolved else tuned
         exported.unlink()
         say(f"{len(chosen)} held-out rows in plain llama.cpp: base, written in the same way")
         nothing = replace(run.delta.spec, view="adapter", bits=0, factors=1, kind="lowrank", rank=1)
         zero = stack.enter_context(Delta.create(scratch / "nothing.safetensors", nothing))
         merge.write_gguf(merge.Effective(run.base, zero), untuned, kind)
         with open_engine(settings, untuned, plain=True) as engine:
-            base = answer(engine, chosen, found, scorer, settings)
+            base = answer(engine, chosen, found, scorer, settings, run.first)
             base_plain = likelihoods(engine, wanted)
+            base_first = likelihoods(engine, targets(engine, chosen, found, settings, base, run.first))
+            context_alone = answer(engine, chosen, found, scorer, settings, run.context) if evolved else base
         untuned.unlink()
         some = slice(0, AGREEMENT_ROWS if isinstance(run.base, GgufFile) else 0)
         own_file = np.full(len(chosen), np.nan)
@@ -301,11 +315,11 @@ def evaluate(
                 base_ours = likelihoods(engine, wanted[some])
                 engine.attach(run.delta)
                 tuned_ours = likelihoods(engine, wanted[some])
-                own = answer(engine, chosen[some], found, scorer, settings)
+                own = answer(engine, chosen[some], found, scorer, settings, run.context)
 
         referenced = np.array([r.answer is not None and not m for r, m in zip(chosen, tuned.messages, strict=True)])
         unknown = np.full(len(chosen), np.nan)
-        plain = [np.where(referenced, values, np.nan) for values in (base_plain, tuned_plain)]
+        plain = [np.where(referenced, values, np.nan) for values in (base_first, tuned_plain)]
         ours = [np.where(referenced[some], values, np.nan) for values in (base_ours, tuned_ours)]
         result = compare(base.rewards, tuned.rewards)
         return {
@@ -316,6 +330,13 @@ def evaluate(
             "type": kind,
             **result,
             "chose_best": voted if task is None or task == settings.task else 0,
+            "context": run.context.digest,
+            "parts": {
+                "weights": compare(base.rewards, weights_alone.rewards),
+                "context": compare(base.rewards, context_alone.rewards),
+            }
+            if evolved
+            else None,
             "metrics": {
                 name: compare(base.metrics.get(name, unknown), tuned.metrics.get(name, unknown))
                 for name in dict.fromkeys([*base.metrics, *tuned.metrics])
@@ -368,7 +389,10 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"{result['task']}: {result['rows']} held-out rows{chose}, answered greedily in plain llama.cpp",
         f"{'':<12}{'base':>9}{'tuned':>9}   difference (95 %)",
     ]
-    out += [_line(name, part) for name, part in [("reward", result), *result["metrics"].items()]]
+    out.append(_line("reward", result))
+    if result["parts"]:
+        out += [_line(f"{name} only", part) for name, part in result["parts"].items()]
+    out += [_line(name, part) for name, part in result["metrics"].items()]
     if result["loglik"]["rows"]:
         out.append(_line("likelihood", result["loglik"]) + "   nats per token of the reference answer")
     own, agreed = result["own_engine"], result["agreement"]

@@ -300,7 +300,7 @@ class _Export:
         names = [t.name for t in self.form.tensors.values() if len(t.dims) == 2 and t.name.startswith("blk.")]
         self.say(f"reading {len(rows)} training rows, to round with care")
         with scorer, self.scored(stage) as engine:
-            texts = evaluate.texts(engine, rows, task, scorer, settings)
+            texts = evaluate.texts(engine, rows, task, scorer, settings, self.run.context)
             found = moments.gather(engine, [t for t in texts if len(t) <= engine.context_length], names)
         if len(found) < len(names):
             self.notes.append(
@@ -416,7 +416,9 @@ class _Export:
         scorer.close()
         if task.episodes or self.run.settings.agent_cmd:  # what is said there is not known before it is played
             return []
-        return [task.conversation(row, self.run.settings.system) for row in task.heldout[:2]]
+        context, given = self.run.context, self.run.settings.system
+        system = given if context.system is None else context.system
+        return [context.apply(task.conversation(row, system)) for row in task.heldout[:2]]
 
     def rescore(self, stage: Path) -> dict[str, Any] | None:
         """What a re-rounded type costs: rewards and likelihoods on held-out rows before and after, paired by row."""
@@ -431,11 +433,11 @@ class _Export:
         self.say(f"{self.type_name} is re-rounded: scoring {len(rows)} held-out rows before and after")
         with scorer:
             with self.runnable(stage) as path, evaluate.open_engine(settings, path, plain=True) as plain:
-                after = evaluate.answer(plain, rows, task, scorer, settings)
-                wanted = evaluate.targets(plain, rows, task, settings, after)
+                after = evaluate.answer(plain, rows, task, scorer, settings, self.run.context)
+                wanted = evaluate.targets(plain, rows, task, settings, after, self.run.context)
                 after_likely = evaluate.likelihoods(plain, wanted)
             with self.scored(stage) as engine:
-                before = evaluate.answer(engine, rows, task, scorer, settings)
+                before = evaluate.answer(engine, rows, task, scorer, settings, self.run.context)
                 before_likely = evaluate.likelihoods(engine, wanted)
         reward, likely = evaluate.compare(before.rewards, after.rewards), evaluate.compare(before_likely, after_likely)
         for part in (reward, likely):

@@ -1,9 +1,10 @@
 """The journal of a run: one JSON object a line, only ever appended to. Base + history gives the learned delta.
 
 The first line is the header (what the run is), then one line per generation (what its rewards were and what step they
-made), and one per held-out evaluation (``{"eval": n, ...}``, n: updates made before it). A line is on disk before the
-step it describes is taken: a kill loses at most the generation in progress, and the delta is brought up to the
-journal, never the reverse. Numbers are written so that they read back exactly.
+made), one per held-out evaluation (``{"eval": n, ...}``, n: updates made before it), and one per proposal of contexts
+(``{"proposal": k, "generation": n, ...}``); which context is adopted stands in a generation's ``trial``. A line is on
+disk before the step it describes is taken: a kill loses at most the generation in progress, and the delta is brought
+up to the journal, never the reverse. Numbers are written so that they read back exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from edgees.context import Context
 from edgees.delta import Delta, DeltaSpec, Step, float32s
 from edgees.errors import RunError, WillNotFit
 from edgees.population import Population
@@ -28,13 +30,17 @@ _LINE_KEYS = ("generation", "coefs", "keep")
 
 class History:
     """An open journal. ``header``: first line; ``lines``: one dict per generation; ``evals``: held-out evaluations;
-    ``notes``: what was mended on opening."""
+    ``proposals``: contexts proposed for trial; ``notes``: what was mended on opening."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
         self.header = header
         self.lines: list[dict[str, Any]] = []
         self.evals: list[dict[str, Any]] = []
+        self.proposals: list[dict[str, Any]] = []
+        self.contexts: dict[str, Context] = {}
+        first = Context.from_dict(header["context"], f"{path}:1") if "context" in header else Context()
+        self.contexts[first.digest] = self._first = first
         self.notes: list[str] = []
 
     @classmethod
@@ -104,7 +110,7 @@ class History:
         :raises WillNotFit: the disk is full (the journal is as before).
         """
         entry = json.loads(_encode(line))
-        self._check(entry, len(self.lines) + len(self.evals) + 2)
+        self._check(entry, len(self.lines) + len(self.evals) + len(self.proposals) + 2)
         before = self.path.stat().st_size
         try:
             with open(self.path, "ab") as file:
@@ -134,9 +140,19 @@ class History:
         scored = [e for e in self.evals if e.get("mean") is not None]
         return max(scored, key=lambda e: (e["mean"], -e["eval"])) if scored else None
 
+    def context(self, generation: int) -> Context:
+        """The one in force when a generation began: the last adopted before it, or that of the header."""
+        adopted = [line["trial"]["adopted"] for line in self.lines[:generation] if "trial" in line]
+        return self.contexts[next((digest for digest in reversed(adopted) if digest), self._first.digest)]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """All lines but the header, by kind."""
+        return [*self.lines, *self.evals, *self.proposals]
+
     def seconds(self) -> float:
-        """Wall time of all generations and evaluations so far."""
-        return float(sum(entry.get("seconds", 0.0) for entry in [*self.lines, *self.evals]))
+        """Wall time of everything so far."""
+        return float(sum(entry.get("seconds", 0.0) for entry in self.entries))
 
     def _check(self, entry: dict[str, Any], number: int) -> None:
         where = f"{self.path}:{number}"
@@ -145,6 +161,10 @@ class History:
                 raise RunError(
                     f"{where}: an evaluation after {entry['eval']} generations where {self.generation} stand"
                 )
+            return
+        if "proposal" in entry:
+            if (entry["proposal"], entry.get("generation")) != (len(self.proposals), self.generation):
+                raise RunError(f"{where}: proposal {entry['proposal']} out of order: lines are missing")
             return
         missing = [key for key in _LINE_KEYS if key not in entry]
         if missing:
@@ -159,7 +179,12 @@ class History:
     def _take(self, entry: dict[str, Any], number: int) -> None:
         if number:
             self._check(entry, number)
-        (self.evals if "eval" in entry else self.lines).append(entry)
+        if "proposal" in entry:
+            for found in entry["candidates"]:
+                context = Context.from_dict(found["context"], f"{self.path}: proposal {entry['proposal']}")
+                self.contexts[context.digest] = context
+        kinds = {"eval": self.evals, "proposal": self.proposals}
+        next((where for kind, where in kinds.items() if kind in entry), self.lines).append(entry)
 
 
 def short_float32s(values: Iterable[float]) -> list[float]:

@@ -21,6 +21,7 @@ from gguf.constants import GGMLQuantizationType
 from edgees import blocks, config, model_path, noise
 from edgees.backends.base import TensorInfo
 from edgees.backends.llamacpp import quantize
+from edgees.context import Context
 from edgees.delta import Delta
 from edgees.errors import ExportError, ModelError, RunError
 from edgees.gguf_file import (
@@ -62,6 +63,9 @@ class Run:
     settings: config.Config
     weights: str
     """``best`` (by held-out reward) or ``last``: which of the two this is."""
+    context: Context
+    """In force when these weights were evaluated, and what the run began with."""
+    first: Context
 
     def close(self) -> None:
         self.delta.close()
@@ -99,7 +103,7 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     except BaseException:
         base.close()
         raise
-    return Run(folder, base, delta, settings, chosen)
+    return Run(folder, base, delta, settings, chosen, history.context(delta.generation), history.context(0))
 
 
 def open_base(settings: config.Config) -> GgufFile | HfFolder:

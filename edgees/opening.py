@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgees import __version__, merge, model_path, native, rewards, rollout
 from edgees.backends.base import Engine
 from edgees.config import Config
+from edgees.context import Context
+from edgees.context import load as load_context
 from edgees.delta import DeltaSpec
 from edgees.episodes import Episodes
 from edgees.errors import RunError, UsageError
@@ -25,6 +27,8 @@ from edgees.tasks.rows import Row, Task
 if TYPE_CHECKING:
     from edgees.agents import Agents
 
+LEAST = 4
+"""Members of a group where contexts are on trial: two on each side of a row."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -40,6 +44,8 @@ class Setup:
     """Closes the engine if it was made here."""
     episodes: Episodes | None = None
     agents: Agents | None = None
+    context: Context = field(default_factory=Context)
+    """The one that a run begins with."""
 
     def header(self, spec: DeltaSpec) -> dict[str, Any]:
         """First line of the journal."""
@@ -47,6 +53,7 @@ class Setup:
             "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
             "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
             "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
+            "context": self.context.to_dict(),
         }  # fmt: skip
 
     def with_players(self, stack: ExitStack) -> Setup:
@@ -70,10 +77,13 @@ class Setup:
             return replace(self, episodes=episodes)
         return self
 
-    def replies(self, generation: int, temperature: float) -> rollout.Settings:
+    def replies(
+        self, generation: int, temperature: float, context: Context | None = None, contexts: Sequence[Context] = ()
+    ) -> rollout.Settings:
+        """context: of all rollouts, None: the one that the run begins with; contexts: of each, where they differ."""
         return rollout.Settings(
             max_tokens=self.config.max_tokens or self.task.max_tokens,
-            conversation=lambda row: self.task.conversation(row, self.config.system),
+            conversation=self.conversation,
             temperature=temperature,
             seed=self.config.seed,
             generation=generation,
@@ -82,7 +92,15 @@ class Setup:
             system=self.config.system if self.config.system is not None else self.task.system,
             turns=self.config.turns,
             tokens=self.config.episode_tokens,
+            context=self.context if context is None else context,
+            contexts=contexts,
+            files=self.config.agent_context == "files",
         )
+
+    def conversation(self, row: Row, context: Context) -> list[dict[str, Any]]:
+        """A row's question with a context before it."""
+        system = self.config.system if context.system is None else context.system
+        return context.apply(self.task.conversation(row, system))
 
     def heldout(self) -> list[Row]:
         """The rows of an evaluation: all held out, or always the same ``eval_rows`` of them, chosen by a hash."""
@@ -116,6 +134,7 @@ def open_setup(
             f"the rows of task {task.name} are not those that {begun.path.parent} began with", "restore the data"
         )
     _check_task(config, task)
+    first = first_context(config, begun)
     scorer = scorer or stack.enter_context(open_scorer(config, task))
     if not (task.episodes or config.agent_cmd):  # whoever plays may say things that no reference answer shows
         scorer.dry_run(task.train)
@@ -132,7 +151,7 @@ def open_setup(
                 f"the engine sees other tensors than {begun.path.parent} began with",
                 "use the edgees version that began it",
             )
-    setup = Setup(config, task, scorer, engine, models.close)
+    setup = Setup(config, task, scorer, engine, models.close, context=first)
     return setup.with_players(stack)
 
 
@@ -159,6 +178,13 @@ def open_scorer(config: Config, task: Task) -> Scorer:
     if not specs:
         raise UsageError(f"task {task.name} has no scorer of its own", "name one: --reward score.py, or --reward exact")
     return rewards.load(specs, deadline=config.scorer_timeout)
+
+
+def first_context(config: Config, begun: History | None = None) -> Context:
+    """The context that a run begins with: of the journal where there is one, else of the user's file."""
+    if begun is not None:
+        return begun.context(0)
+    return load_context(config.context_file) if config.context_file else Context()
 
 
 def open_engine(config: Config) -> Engine:
@@ -246,6 +272,15 @@ def under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
 def _check_task(config: Config, task: Task) -> None:
     if not task.train:
         raise UsageError(f"task {task.name} has no rows to train on")
+    if config.evolve and config.scope != "none" and config.pairs < LEAST * config.groups:
+        raise UsageError(
+            f"evolve needs {LEAST} pairs in each of the {config.groups} groups, and there are {config.pairs}",
+            "two play a row with a context on trial and two without: more --pairs, or fewer --groups",
+        )
+    if config.scope == "none" and not config.evolve:
+        raise UsageError("scope = none tunes no weight, and nothing else evolves", "say what does: --evolve shots")
+    if config.scope == "none" and config.antithetic:
+        raise UsageError("scope = none has no plus and minus", "set antithetic = false")
     if config.loglik > 0.0 and (task.episodes or config.agent_cmd):
         raise UsageError(
             f"loglik = {config.loglik:g}: an episode has no reference answer whose likelihood could count",

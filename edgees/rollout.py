@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
+from edgees.context import Context
 from edgees.endpoint import Policy
 from edgees.episodes import Ask, Ending, Episode, Episodes, Message
 from edgees.errors import UsageError
@@ -22,15 +23,17 @@ from edgees.tasks.rows import Row
 if TYPE_CHECKING:
     from edgees.agents import Agents
 
-Conversation = Callable[[Row], Sequence[Message]]
+Conversation = Callable[[Row, Context], Sequence[Message]]
 Rollout = tuple[Member, Row]
 """Who plays what."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are made. seed, generation: of the sampling; ``conversation`` puts the system message in front.
+    """How answers are made. seed, generation: of the sampling; ``conversation`` puts a context before a row's question.
 
+    context: of all rollouts; contexts: of each, where they differ. files: agent programs find theirs in their folder,
+        instead of having it put into what they say.
     max_tokens: of one reply. episodes, agents: who plays with the member, where a rollout is more than one answer.
     turns, tokens: replies, and tokens in all replies, that an episode may have; 0: no limit but its own.
     """
@@ -45,6 +48,13 @@ class Settings:
     system: str | None = None
     turns: int = 0
     tokens: int = 0
+    context: Context = field(default_factory=Context)
+    contexts: Sequence[Context] = ()
+    files: bool = False
+
+    def of(self, place: int) -> Context:
+        """The context of a rollout, by its place in the call."""
+        return self.contexts[place] if self.contexts else self.context
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class Trajectory:
     completion: its answer; of an episode all its replies, a line between them. tokens: all that it generated.
     outcome: ``stop``, ``length`` or ``overflow`` (the context was full) of a single answer; of an episode as in
         :class:`edgees.episodes.Ending`, ``reason`` and ``parts`` too.
-    episode: whether it is one. Then messages: all that was said; reward: what the episode itself paid, None for
-        nothing; fault: why there can be no reward; turns: replies.
+    episode: whether it is one. Then messages: all that was said, but for what the context adds; reward: what it
+        itself paid, None for nothing; fault: why there can be no reward; turns: replies.
     """
 
     member: Member
@@ -95,14 +105,15 @@ def play(
         table = _Table(engine, settings.episodes, rollouts, settings)
         engine.serve(table, progress)
         return table.trajectories()
-    prompts: dict[str, tuple[int, ...]] = {}
+    prompts: dict[tuple[str, Context], tuple[int, ...]] = {}
     requests: list[Request] = []
     places: list[int] = []
     result: list[Trajectory | None] = []
     for member, row in rollouts:
-        if row.id not in prompts:
-            prompts[row.id] = tuple(engine.encode_chat(settings.conversation(row)))
-        prompt = prompts[row.id]
+        asked = row.id, settings.of(len(result))
+        if asked not in prompts:
+            prompts[asked] = tuple(engine.encode_chat(settings.conversation(row, asked[1])))
+        prompt = prompts[asked]
         if len(prompt) >= engine.context_length:
             result.append(Trajectory(member, row, "", (), "overflow"))
             continue
@@ -120,8 +131,8 @@ def play(
 class _Game:
     """An episode on its way."""
 
-    def __init__(self, member: Member, row: Row, episode: Episode) -> None:
-        self.member, self.row, self.episode = member, row, episode
+    def __init__(self, member: Member, row: Row, episode: Episode, context: Context) -> None:
+        self.member, self.row, self.episode, self.context = member, row, episode, context
         self.replies: list[str] = []
         self.tokens: list[int] = []
         self.ending: Ending | None = None
@@ -153,8 +164,10 @@ class _Table:
                 continue
             member, row = self.rollouts[len(self.games)]
             seed = request_seed(self.settings.seed, self.settings.generation, f"episode {row.id}")
-            episode = self.episodes.begin(row.id, row.columns, self.settings.system, seed)
-            self.games.append(_Game(member, row, episode))
+            context = self.settings.of(len(self.games))
+            system = self.settings.system if context.system is None else context.system
+            episode = self.episodes.begin(row.id, row.columns, system, seed)
+            self.games.append(_Game(member, row, episode, context))
             self._go_on(len(self.games) - 1, episode.start())
         self.running += len(taken)
         return taken if taken or self.running else None
@@ -192,7 +205,7 @@ class _Table:
             return
         turn = f" turn {len(game.replies)}" if game.replies else ""
         seed = request_seed(self.settings.seed, self.settings.generation, f"{game.row.id}{turn}")
-        prompt = tuple(self.engine.encode_chat(after.messages, after.tools))
+        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages), after.tools))
         room = self.settings.max_tokens
         if self.settings.tokens:
             room = min(room, self.settings.tokens - len(game.tokens))
@@ -209,10 +222,11 @@ def _with_agents(
 ) -> list[Trajectory]:
     """Whole agent programs, one process a rollout."""
 
-    def policy(row_id: str) -> Policy:
+    def policy(place: int, row_id: str) -> Policy:
         return Policy(
             settings.max_tokens, settings.temperature, settings.seed, settings.generation, row_id,
-            max_requests=settings.turns, max_session_tokens=settings.tokens,
+            max_requests=settings.turns, max_session_tokens=settings.tokens, context=settings.of(place),
+            files=settings.files,
         )  # fmt: skip
 
     asked = [(member, row.id, _given(row)) for member, row in rollouts]
@@ -252,17 +266,18 @@ def likelihood(
 
     :raises UsageError: a row without an answer.
     """
-    texts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    texts: dict[tuple[str, Context], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    asked = [(row.id, settings.of(place)) for place, (_, row) in enumerate(rollouts)]
     fits: list[bool] = []
-    for _, row in rollouts:
-        if row.id not in texts:
+    for key, (_, row) in zip(asked, rollouts, strict=True):
+        if key not in texts:
             if row.answer is None:
                 raise UsageError(
                     f"row {row.id} has no answer, and loglik needs one in every row", "add answers, or loglik = 0"
                 )
-            texts[row.id] = reference(engine, settings.conversation(row), row.answer)
-        fits.append(sum(map(len, texts[row.id])) <= engine.context_length)
-    requests = [(member, *texts[row.id]) for (member, row), fit in zip(rollouts, fits, strict=True) if fit]
+            texts[key] = reference(engine, settings.conversation(row, key[1]), row.answer)
+        fits.append(sum(map(len, texts[key])) <= engine.context_length)
+    requests = [(member, *texts[key]) for (member, _), key, fit in zip(rollouts, asked, fits, strict=True) if fit]
     scores = iter(engine.loglik(requests, progress) if requests else [])
     return [next(scores) if fit else None for fit in fits]
 

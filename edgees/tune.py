@@ -32,22 +32,28 @@ from edgees.checkpoint import (
     generation_record,
     recover,
     write_atomic,
+    write_context,
 )
 from edgees.config import Config
+from edgees.context import Context
 from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError
 from edgees.history import History, short_float32s, with_header
 from edgees.opening import Setup, base_hash, open_engine, open_setup, require_same_base, spec_of, under_names_of
 from edgees.population import Population, RowOrder, request_seed, sigma_at
+from edgees.proposing import Proposer
 from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
 from edgees.tasks.rows import Row, Task
-from edgees.update import Update, loglik_weight, mix, update
+from edgees.trials import Deal, Trials, level
+from edgees.update import Update, fitness, loglik_weight, mix, update
 
 REPLY, PIECE, OVERLAP = 24, 64, 8
 """Tokens of the base's replies to general prompts, and of the pieces of general text, whose first ones are not scored.
 Short, so that they need no longer context than the task does."""
+FRUITLESS = 3
+"""Proposals without a candidate after which a run that tunes no weights ends."""
 PROBE_ROWS = 8
 """Rows that are answered to estimate how long a run will take."""
 
@@ -81,7 +87,7 @@ class RunResult:
             seconds=history.seconds(),
             peak_rss_bytes=peak,
             best_generation=best["eval"] if best else None,
-            tokens=sum(entry.get("tokens", 0) for entry in [*history.lines, *history.evals]),
+            tokens=sum(entry.get("tokens", 0) for entry in history.entries),
         )
 
 
@@ -320,6 +326,8 @@ class _Run:
         total = len(self.task.train)
         each = min(self.config.rows, total)
         self.groups = min(self.config.groups, total // each)
+        if self.config.scope == "none":  # members are all alike: two a set of rows, one for each side of a trial
+            self.groups = max(1, min(self.config.pairs // 2, total // each))
         self.order = RowOrder(self.config.seed, total, each * self.groups)
         self.stop = _Stop()
         self.mark = time.monotonic()
@@ -329,6 +337,19 @@ class _Run:
         self.watch = watch.Watch(max(wanted.values(), default=0) / max(wanted.total(), 1), self.config.drift_budget)
         self.watch.catch_up(history.lines, history.evals)
         self.stopped = False
+        self.stack = ExitStack()
+        self.trials = Trials(setup.context.digest, self.config.evolve_error)
+        for entry in sorted([*history.proposals, *history.lines], key=lambda e: (e["generation"], "proposal" not in e)):
+            if "proposal" in entry:
+                self.trials.propose([found["digest"] for found in entry["candidates"]])
+            elif "trial" in entry:
+                self.trials.take(entry["trial"])
+        self.proposer = Proposer(setup, history, folder.path, self.stack) if self.config.evolve else None
+
+    @property
+    def context(self) -> Context:
+        """The one in force."""
+        return self.history.contexts[self.trials.present]
 
     def loop(self) -> None:
         """Perturb, play, score, step; journal first, weights second. Ends when the run is over."""
@@ -339,25 +360,28 @@ class _Run:
                 self.evaluate(g)
             if self.over():
                 return
+            if self.proposal_is_due(g):
+                self.propose(g)
             fraction = self.fraction()
             sigma = sigma_at(fraction, self.sigma, c.sigma_end)
             lr = c.lr * sigma / self.sigma
             weight = loglik_weight(fraction, c.loglik, c.loglik_hold, c.loglik_end)
-            members = self.population.ask(g, sigma)
+            members = self.population.ask(g, 0.0 if c.scope == "none" else sigma)
             rows = [self.task.train[i] for i in self.order.rows(g)]
-            made = self.play(g, members, rows, weight)
+            deal = self.trials.deal(c.pairs, self.groups, self.order.count // self.groups)
+            made = self.play(g, members, rows, weight, deal)
+            verdict = self.trials.judge(deal, made.rewards)
             drift = self.delta.drift()
-            step = update(
-                made.rewards, lr=lr, sigma=sigma, shaping=c.shaping, shrink=c.shrink, decay=c.decay, drift=drift,
-                drift_budget=c.drift_budget, spread=self.delta.spec.spread, groups=self.groups,
-            )  # fmt: skip
+            step = self.step(level(deal, made.rewards), lr, sigma, drift)
             line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr,
-                    "loglik": weight, "drift": drift, "answers": made.rewards.size, **_of_step(step),
+                    "loglik": weight, "drift": drift, "answers": made.rewards.size, "context": self.context.digest,
+                    **({} if deal.idle else {"trial": verdict.to_dict()}), **_of_step(step),
                     **_of_answers(made)}  # fmt: skip
             history.append({**line, "seconds": self.seconds()})
             self.delta.apply(history.step(g))
             self.engine.refresh()
             self.tell(g, step, made)
+            self.turn(g)
 
     def carry_on(self) -> RunResult:
         """Run the loop to its end; whatever ends it, what can be read of the run is brought up to date."""
@@ -380,6 +404,7 @@ class _Run:
                 self.advised(error)
                 raise
             finally:
+                self.stack.close()
                 result = RunResult.of(self.folder.path, self.history, peak_rss_bytes())
                 self.write_report(result)
         self.observer.on_end(result.to_dict())
@@ -448,13 +473,19 @@ class _Run:
         return total
 
     # --------------------------------------------------------------------------------------- members and rows
-    def play(self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float) -> _Generation:
-        """Every member on every row: rewards, or likelihoods, or a mixture of both by ``weight``."""
+    def play(
+        self, generation: int, members: Sequence[Member], rows: Sequence[Row], weight: float, deal: Deal
+    ) -> _Generation:
+        """Every member on every row of its group: rewards, or likelihoods, or a mixture of both by ``weight``."""
         each = len(rows) // self.groups
         shape = (self.config.pairs, len(self.population.signs), each)
-        settings = self.setup.replies(generation, self.config.temperature)
         mine = [rows[g * each : (g + 1) * each] for g in range(self.groups)]
         rollouts = [(member, row) for member in members for row in mine[member.pair % self.groups]]
+        if self.config.scope == "none" and deal.idle:  # nobody differs from anybody
+            return _Generation(np.full(shape, math.nan))
+        known = self.history.contexts
+        told = [known[deal.of(member.pair, i) or self.trials.present] for member in members for i in range(each)]
+        settings = self.setup.replies(generation, self.config.temperature, self.context, told)
         progress = self.progress(len(rollouts))
         made = _Generation(np.empty(0))
         scored = likely = None
@@ -476,9 +507,20 @@ class _Run:
             self.lap("loglik")
         self.stop.check()
         made.rewards = mix(scored, likely, weight)
-        self.trace(f"{generation:06d}.jsonl", made.answers, made.rewards.reshape(-1).tolist())
+        self.trace(f"{generation:06d}.jsonl", made.answers, made.rewards.reshape(-1).tolist(), told)
         self.require_rewards(f"generation {generation + 1}", made.rewards.reshape(-1), made.excluded)
         return made
+
+    def step(self, rewards: np.ndarray, lr: float, sigma: float, drift: float) -> Update:
+        """What they say about the weights; nothing where these are not tuned."""
+        c = self.config
+        if c.scope == "none":
+            reason = "" if np.isfinite(rewards).any() else "no context is on trial: nothing was played"
+            return Update(fitness(rewards, self.groups), (0.0,) * c.pairs, (0.0,) * c.pairs, 1.0, 0.0, reason)
+        return update(
+            rewards, lr=lr, sigma=sigma, shaping=c.shaping, shrink=c.shrink, decay=c.decay, drift=drift,
+            drift_budget=c.drift_budget, spread=self.delta.spec.spread, groups=self.groups,
+        )  # fmt: skip
 
     def score(self, answers: Sequence[Trajectory], excluded: list[list[Any]]) -> list[float]:
         """A reward per answer, NaN for those that have none; these are added to ``excluded``."""
@@ -509,18 +551,20 @@ class _Run:
         """Score the unperturbed centre on the held-out rows, greedily; keep it if it is the best so far."""
         rows = self.setup.heldout()
         progress = self.progress(len(rows))
-        answers = rollout.play(self.engine, rollout.every([CENTRE], rows), self.setup.replies(0, 0.0), progress)
+        settings = self.setup.replies(0, 0.0, self.context)
+        answers = rollout.play(self.engine, rollout.every([CENTRE], rows), settings, progress)
         self.stop.check()
         self.lap("generate")
         excluded: list[list[Any]] = []
         values = np.array(self.score(answers, excluded), np.float64)
         self.lap("score")
         where = f"evaluation after {generation} generation(s)"
-        self.trace(f"eval-{generation:06d}.jsonl", answers, values.tolist())
+        self.trace(f"eval-{generation:06d}.jsonl", answers, values.tolist(), [self.context] * len(answers))
         self.require_rewards(where, values, excluded)
         valid = values[np.isfinite(values)]
         entry: dict[str, Any] = {
             "eval": generation,
+            "context": self.context.digest,
             "mean": float(valid.mean()) if valid.size else None,
             "se": float(valid.std(ddof=1) / math.sqrt(valid.size)) if valid.size > 1 else None,
             "rows": len(rows),
@@ -531,9 +575,7 @@ class _Run:
         }
         entry |= self.general(entry)
         if self.config.loglik > 0.0:
-            scores = rollout.likelihood(
-                self.engine, rollout.every([CENTRE], rows), self.setup.replies(0, 0.0), progress
-            )
+            scores = rollout.likelihood(self.engine, rollout.every([CENTRE], rows), settings, progress)
             entry["loglik"] = _per_token([score for score in scores if score is not None])
             self.lap("loglik")
         best = self.history.best()
@@ -581,6 +623,56 @@ class _Run:
         self.lap("general")
         return found if entry["eval"] else {**found, "general": first}
 
+    # ------------------------------------------------------------------------------------------------ contexts
+
+    def proposal_is_due(self, generation: int) -> bool:
+        """At every ``evolve_every``-th generation, or where nothing else is left to try; once a generation."""
+        c, made = self.config, self.history.proposals
+        if self.proposer is None or (made and made[-1]["generation"] == generation):
+            return False
+        if c.scope == "none" and not self.trials.new:
+            return True
+        return generation % c.evolve_every == 0 and self.trials.new < c.evolve_candidates
+
+    def propose(self, generation: int) -> None:
+        """Let the evolvers propose contexts; they are on trial from this generation on."""
+        assert self.proposer
+        line = self.proposer.propose(generation, self.context, self.config.evolve_candidates - self.trials.new)
+        self.stop.check()
+        known = {self.trials.present, *self.trials.standings}
+        line["candidates"] = [found for found in line["candidates"] if found["digest"] not in known]
+        self.lap("propose")
+        self.history.append({**line, "seconds": self.seconds()})
+        self.trials.propose([found["digest"] for found in line["candidates"]])
+        for found in line["candidates"]:
+            self.observer.on_message(f"context {found['digest'][:8]} on trial: {found['origin']}")
+        for failure in line["failures"]:
+            self.observer.on_message(f"proposal failed: {failure}")
+        empty = 0
+        for made in reversed(self.history.proposals):
+            empty += not made["candidates"]
+            if made["candidates"]:
+                break
+        if self.config.scope == "none" and empty >= FRUITLESS and not self.trials.new:
+            self.stopped = True
+            self.observer.on_message(f"the run ends here: {empty} proposals in a row held nothing new to try")
+
+    def turn(self, generation: int) -> None:
+        """Take the verdict of a generation: which context is in force now, which are not tried any longer."""
+        verdict = self.history.lines[generation].get("trial")
+        if verdict is None:
+            return
+        before = self.context
+        seen = {name: list(s.differences) for name, s in self.trials.standings.items()}
+        self.trials.take(verdict)
+        for name in filter(None, [verdict["adopted"]]):
+            values = [*seen[name], *verdict["units"].get(name, [])]
+            self.observer.on_message(
+                f"context {name[:8]} adopted for {before.digest[:8]}: {np.mean(values):+.3f} a row over {len(values)} "
+                f"rows; its text: {self.folder.path / 'context.json'}"
+            )
+        write_context(self.folder.path, self.context)
+
     def look(self, generation: int) -> None:
         """Let the watchdogs look at the journal; say what they find, and stop where the user asked for it."""
         for finding in self.watch.see(self.history.lines, self.history.evals):
@@ -610,7 +702,7 @@ class _Run:
             self.observer.on_message(f"generation {generation + 1}: {step.reason}")
         self.look(generation + 1)
 
-    def trace(self, name: str, answers: Sequence[Trajectory], values: Sequence[float]) -> None:
+    def trace(self, name: str, answers: Sequence[Trajectory], values: Sequence[float], told: Sequence[Context]) -> None:
         """Every answer of a generation with its reward, for people to read."""
         if not answers:
             return
@@ -619,11 +711,11 @@ class _Run:
                 {
                     "row": t.row.id, "pair": t.member.pair, "sign": t.member.sign if t.member.amplitude else 0,
                     "reward": value if math.isfinite(value) else None, "outcome": t.outcome, "answer": t.completion,
-                    **_of_episode(t),
+                    "context": context.digest, **_of_episode(t),
                 },
                 ensure_ascii=False,
             )
-            for t, value in zip(answers, values, strict=True)
+            for t, value, context in zip(answers, values, told, strict=True)
         ]  # fmt: skip
         folder = self.folder.path / "traces"
         folder.mkdir(exist_ok=True)
@@ -653,18 +745,21 @@ class _Run:
 
 
 class _Stop:
-    """Ctrl-C once: stop when the member at work has finished; twice: at once."""
+    """Ctrl-C once: stop when the member at work has finished; twice: at once, unless that is under way already."""
 
     def __init__(self) -> None:
         self.asked = 0
+        self.leaving = False
 
     def handle(self, *_: object) -> None:
         self.asked += 1
-        if self.asked > 1:
+        if self.asked > 1 and not self.leaving:
+            self.leaving = True
             raise KeyboardInterrupt
 
     def check(self) -> None:
         if self.asked:
+            self.leaving = True
             raise Interrupted("interrupted")
 
 

@@ -100,11 +100,11 @@ def agents() -> Iterator[Opener]:
         one.close()
 
 
-def policy(row: str) -> Policy:
+def policy(place: int, row: str) -> Policy:
     return Policy(max_tokens=400, seed=3, generation=2, row=row)
 
 
-def play_mode(agents: Agents, mode: str, policy_of: Callable[[str], Policy] = policy, **columns: Any) -> Played:
+def play_mode(agents: Agents, mode: str, policy_of: Callable[[int, str], Policy] = policy, **columns: Any) -> Played:
     [played] = agents.play([(A, "r1", {"mode": mode, **columns})], policy_of)
     return played
 
@@ -251,7 +251,7 @@ def session_of(**values: Any) -> Any:
     class Nothing:
         def close_session(self, session: Session) -> None: ...
 
-    session = Session(Nothing(), "t", "http://127.0.0.1", A, policy("r"))  # type: ignore[arg-type]
+    session = Session(Nothing(), "t", "http://127.0.0.1", A, policy(0, "r"))  # type: ignore[arg-type]
     for name, value in values.items():
         setattr(session, name, value)
     return session
@@ -425,7 +425,7 @@ def test_a_client_that_hangs_up_in_mid_stream_goes_on(agents: Opener) -> None:
 
 
 def test_limits_of_the_conversation_are_no_faults(agents: Opener) -> None:
-    limited = play_mode(agents(), "asks_much", lambda row: Policy(400, row=row, max_requests=4))
+    limited = play_mode(agents(), "asks_much", lambda place, row: Policy(400, row=row, max_requests=4))
     assert (limited.ending.outcome, limited.ending.reason, limited.ending.fault) == ("truncated", "turns", "")
     assert (limited.ending.reward, len(limited.calls)) == (None, 4)
     full = play_mode(agents(), "talks_too_long").ending

@@ -90,7 +90,7 @@ def settings(run: Path, **more: Any) -> config.Config:
 
 
 def play(task: Task, members: list[Member], **more: Any) -> list[rollout.Trajectory]:
-    made = rollout.Settings(max_tokens=16, conversation=lambda row: (), **({"episodes": Haggling()} | more))
+    made = rollout.Settings(max_tokens=16, conversation=lambda row, context: (), **({"episodes": Haggling()} | more))
     return rollout.play(ToyEngine(), rollout.every(members, task.train), made)
 
 
@@ -131,7 +131,7 @@ def test_an_episode_does_not_depend_on_the_others() -> None:
     task = some_task()
     engine = ToyEngine()
     together = play(task, [CENTRE])
-    made = rollout.Settings(max_tokens=16, conversation=lambda row: (), episodes=Haggling())
+    made = rollout.Settings(max_tokens=16, conversation=lambda row, context: (), episodes=Haggling())
     alone = [rollout.play(engine, [(CENTRE, row)], made)[0] for row in task.train]
     backwards = rollout.play(engine, [(CENTRE, row) for row in task.train[::-1]], made)[::-1]
     assert together == alone == backwards
@@ -155,7 +155,7 @@ def test_limits_end_an_episode_with_what_it_has_reached(
 def test_a_full_context_ends_that_episode_alone(tmp_path: Path) -> None:
     """Case 18."""
     endless = Haggling({"r1": "endless"})
-    made = rollout.Settings(max_tokens=16, conversation=lambda row: (), episodes=endless)
+    made = rollout.Settings(max_tokens=16, conversation=lambda row, context: (), episodes=endless)
     played = rollout.play(ToyEngine("toy:context=200"), [(CENTRE, row) for row in some_task().train[:3]], made)
     assert [t.outcome for t in played] == ["finished", "overflow", "finished"]
     assert played[1].reason == "the context is full" and played[1].reward is not None and played[1].turns > 3

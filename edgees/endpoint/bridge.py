@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 
 from edgees import population
 from edgees.backends.base import Completion, Engine, Member, Request
+from edgees.context import Context
 from edgees.endpoint.wanted import ApiError, Reply, Wanted, decode
 from edgees.episodes import Message
 from edgees.errors import EdgeesError
@@ -49,7 +50,8 @@ class Policy:
 
     max_tokens: of one answer; a client may ask for fewer. seed: the run's. max_requests, max_session_tokens: answers,
     and generated tokens, of the whole session; 0: no limit. client_sampling: the client's temperature and seed are
-    honoured. record: the session's calls are kept.
+    honoured. record: the session's calls are kept. context: put into every conversation; files: not there, the client
+    reads it from files.
     """
 
     max_tokens: int
@@ -61,6 +63,8 @@ class Policy:
     max_session_tokens: int = 0
     client_sampling: bool = False
     record: bool = True
+    context: Context = field(default_factory=Context)
+    files: bool = False
 
 
 @dataclass
@@ -371,7 +375,8 @@ class Bridge:
         wanted, policy = exchange.wanted, exchange.session.policy
         try:
             if wanted.prompt is None:
-                tokens = self.engine.encode_chat(wanted.messages, wanted.tools)
+                context = Context() if policy.files else policy.context
+                tokens = self.engine.encode_chat(context.apply(wanted.messages, whole=True), wanted.tools)
             else:
                 tokens = self.engine.encode(wanted.prompt)
         except Exception as error:  # a conversation that the template refuses, or a text that is none
@@ -382,13 +387,13 @@ class Bridge:
             self._end(exchange, refused, "error")
             return None
         exchange.call.tokens_in = len(tokens)
-        context = self.engine.context_length
+        room = self.engine.context_length
         if exchange.counting:
             self._end(exchange, Completion("", (), "stop"))
         elif not tokens:
             self._end(exchange, ApiError(400, "the prompt is empty", param="prompt"), "error")
-        elif len(tokens) >= context:
-            self._end(exchange, too_long(len(tokens), context), "overflow")
+        elif len(tokens) >= room:
+            self._end(exchange, too_long(len(tokens), room), "overflow")
         else:
             most = policy.max_tokens if wanted.max_tokens is None else min(wanted.max_tokens, policy.max_tokens)
             if policy.max_session_tokens:

@@ -1,0 +1,145 @@
+"""When new contexts are proposed, out of what, and at whose cost: between the evolvers and a run.
+
+Evolvers see training rows only: the answers of the last generation (from its trace, so that a resumed run shows them
+the same), and whatever they let the unperturbed model play, within ``evolve_budget``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edgees import evolve, rewards, rollout
+from edgees.backends.base import CENTRE, Engine, Request
+from edgees.context import Context
+from edgees.errors import UsageError
+from edgees.history import History
+from edgees.opening import Setup, open_engine
+from edgees.population import RowOrder, request_seed
+from edgees.tasks.rows import Row
+
+REPLY = 512
+"""Tokens of a reflecting model's reply, where it is a local one."""
+CONTEXT = 4096
+"""Tokens that a sequence of a reflecting GGUF may have."""
+SHOWN = 96
+"""Training rows whose reference answers evolvers see where nothing was answered yet."""
+
+
+class Proposer:
+    """Proposals of a run. ``spent``: rollouts and tokens of the one under way."""
+
+    def __init__(self, setup: Setup, history: History, folder: Path, stack: ExitStack) -> None:
+        """:raises UsageError: an evolver or reflecting model that there is not; MissingExtra: its package."""
+        c = setup.config
+        self.setup, self.history, self.folder = setup, history, folder
+        self.rollouts = self.tokens = 0
+        self._stack = stack
+        self._gguf: Engine | None = None
+        self.evolvers = evolve.load(c.evolve)
+        for evolver in self.evolvers:
+            if (close := getattr(evolver, "close", None)) is not None:
+                stack.callback(close)
+        self._reflect = self._reply_of(setup.engine)
+        self._rows = {row.id: row for row in setup.task.train}
+
+    def propose(self, generation: int, context: Context, wanted: int) -> dict[str, Any]:
+        """A line of the journal but for its time: what is to be tried, where it comes from, what did not work."""
+        number = len(self.history.proposals)
+        self.rollouts = self.tokens = 0
+        c = self.setup.config
+        folders = [self.folder / "evolve" / f"{n:06d}" for n in (number, number - 1)]
+        shutil.rmtree(folders[0], ignore_errors=True)  # of a process that was killed before this was in the journal
+        folders[0].mkdir(parents=True)
+        order = RowOrder(c.seed + 1, len(self._rows), len(self._rows)).rows(number)
+        situation = evolve.Situation(
+            context=context,
+            attempts=self._attempts(generation, order),
+            reflect=self._reflect,
+            play=lambda tried, rows: self._play(generation, tried, rows),
+            rows=[self.setup.task.train[i].id for i in order],
+            count=lambda text: len(self.setup.engine.encode(text)),
+            limit=c.evolve_tokens,
+            wanted=wanted,
+            seed=request_seed(c.seed, generation, "proposal"),
+            folder=folders[0],
+            before=folders[1] if folders[1].is_dir() else None,
+        )
+        made = evolve.propose(self.evolvers, situation)
+        return {
+            "proposal": number, "generation": generation, "from": context.digest,
+            "candidates": [
+                {"digest": m.context.digest, "origin": m.origin, "context": m.context.to_dict()}
+                for m in made.candidates
+            ],
+            "failures": list(made.failures), "rollouts": self.rollouts, "tokens": self.tokens,
+        }  # fmt: skip
+
+    def _attempts(self, generation: int, order: Sequence[int]) -> list[evolve.Attempt]:
+        trace = self.folder / "traces" / f"{generation - 1:06d}.jsonl"
+        if generation and trace.exists():
+            told = [json.loads(line) for line in trace.read_text(encoding="utf-8", errors="replace").splitlines()]
+            return [self._attempt(self._rows[t["row"]], t) for t in told if t["row"] in self._rows]
+        rows = [self.setup.task.train[i] for i in order[:SHOWN]]
+        return [self._attempt(row, {}) for row in rows if row.answer is not None and row.messages]
+
+    @staticmethod
+    def _attempt(row: Row, told: dict[str, Any]) -> evolve.Attempt:
+        """told: a line of a trace; {}: nothing was answered."""
+        messages: Sequence[Any] = told.get("messages") or row.messages
+        if told and "messages" not in told:
+            messages = [*row.messages, {"role": "assistant", "content": told["answer"]}]
+        return evolve.Attempt(
+            row.id, tuple(messages), told.get("reward"), row.answer, told.get("fault", ""), told.get("context", "")
+        )
+
+    def _play(self, generation: int, context: Context, ids: Sequence[str]) -> list[evolve.Attempt]:
+        rows = [self._rows[name] for name in ids]
+        c = self.setup.config
+        allowed = c.evolve_budget * c.members * c.rows * (generation + c.evolve_every)
+        before = sum(p["rollouts"] for p in self.history.proposals)
+        if before + self.rollouts + len(rows) > allowed:
+            raise evolve.Spent(f"its share of the rollouts is used up ({before + self.rollouts} of {allowed:g})")
+        settings = self.setup.replies(generation, 0.0, context)
+        played = rollout.play(self.setup.engine, rollout.every([CENTRE], rows), settings)
+        scores = rewards.judge(self.setup.scorer, played)
+        self.rollouts += len(rows)
+        self.tokens += sum(len(t.tokens) for t in played)
+        found = []
+        for t, value in zip(played, scores.rewards, strict=True):
+            told: dict[str, Any] = {
+                "answer": t.completion, "reward": value if value == value else None, "fault": t.fault,
+                "context": context.digest,
+            }  # fmt: skip
+            found.append(self._attempt(t.row, told | ({"messages": t.messages} if t.episode else {})))
+        return found
+
+    def _reply_of(self, engine: Engine) -> Callable[[str], str]:
+        def reply(prompt: str) -> str:
+            tokens = tuple(engine.encode_chat([{"role": "user", "content": prompt}]))
+            room = engine.context_length - len(tokens)
+            if room < 16:
+                raise UsageError(
+                    f"{len(tokens)} tokens to reflect on do not fit the context of {engine.context_length}"
+                )
+            [done] = engine.generate([Request(CENTRE, tokens, min(REPLY, room))])
+            self.tokens += len(done.tokens)
+            return done.text
+
+        return reply
+
+    def _open_gguf(self, path: Path) -> Callable[[str], str]:
+        """Another model, opened when it is first asked and kept; its context is its own."""
+
+        def reply(prompt: str) -> str:
+            if self._gguf is None:
+                c = replace(self.setup.config, engine="llamacpp", model=str(path), context=CONTEXT, params="")
+                self._gguf = self._stack.enter_context(closing(open_engine(c)))
+            return self._reply_of(self._gguf)(prompt)
+
+        return reply
