@@ -26,7 +26,7 @@ ROWS: list[list[str]] = [
     ["backends/streams", "delta", "gguf_from_hf", "ops"],
     ["backends/llamacpp", "backends/torch_nf4", "backends/toy"],
     ["context", "population", "tasks"],
-    ["endpoint"],
+    ["endpoint", "evolve"],
     ["agents"],
     ["rollout"],
     ["rewards"],
