@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 KINDS = ("best", "majority", "retry")
@@ -68,7 +68,7 @@ def best(rewards: Sequence[float]) -> int:
     return max(range(len(rewards)), key=lambda i: (rewards[i] == rewards[i], rewards[i], -i))
 
 
-def commonest(answers: Sequence[str | None]) -> int:
+def commonest(answers: Sequence[Hashable | None]) -> int:
     """Place of the first reply that gives the commonest answer; of equally common ones the earliest.
 
     None: a reply in which no answer was found. It has no vote; where nobody has, the first reply counts.
@@ -80,9 +80,9 @@ def commonest(answers: Sequence[str | None]) -> int:
     return next(i for i, answer in enumerate(answers) if answer is not None and votes[answer] == most)
 
 
-def plain_text(text: str) -> str | None:
-    """What stands for a reply in a vote where its scorer picks out nothing: the text, white space squeezed."""
-    return " ".join(text.split()) or None
+def plain_texts(texts: Sequence[str]) -> list[str | None]:
+    """What stands for replies in a vote where nothing is picked out of them: the texts, white space squeezed."""
+    return [" ".join(text.split()) or None for text in texts]
 
 
 def feedback(reward: float) -> str:

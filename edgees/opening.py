@@ -71,6 +71,11 @@ class Setup:
         return self
 
     def replies(self, generation: int, temperature: float) -> rollout.Settings:
+        """How rows are answered. temperature: of single answers; where a row gets several attempts, these are made at
+        the configuration's wherever they are made, so that evaluations show what is tuned for."""
+        c = self.config
+        if not c.tries.single:
+            temperature = c.temperature
         return rollout.Settings(
             max_tokens=self.config.max_tokens or self.task.max_tokens,
             conversation=lambda row: self.task.conversation(row, self.config.system),
@@ -82,6 +87,10 @@ class Setup:
             system=self.config.system if self.config.system is not None else self.task.system,
             turns=self.config.turns,
             tokens=self.config.episode_tokens,
+            attempts=c.tries,
+            judge=lambda played: rewards.judge(self.scorer, played).rewards,
+            vote=self.scorer.answers,
+            tools=c.tools,
         )
 
     def heldout(self) -> list[Row]:
@@ -116,6 +125,12 @@ def open_setup(
             f"the rows of task {task.name} are not those that {begun.path.parent} began with", "restore the data"
         )
     _check_task(config, task)
+    if not config.tries.single and config.loglik >= 1.0 and config.loglik_hold >= 1.0:
+        note = (
+            f"attempts = {config.tries} counts in evaluations alone: with loglik = 1 to the end no answers are made in "
+            "tuning (--loglik 0 tunes for it)"
+        )
+        task = replace(task, warnings=(*task.warnings, note))
     scorer = scorer or stack.enter_context(open_scorer(config, task))
     if not (task.episodes or config.agent_cmd):  # whoever plays may say things that no reference answer shows
         scorer.dry_run(task.train)
@@ -243,9 +258,18 @@ def under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
     return replace(spec, tensors=tuple(tensors))
 
 
+def check_answering(config: Config, task: Task) -> None:
+    """:raises UsageError: ``attempts`` or ``tools`` that have no meaning for what plays the rows."""
+    rollout.require_attempts(config.tries, task.episodes is not None or bool(config.agent_cmd))
+    if not config.tools and (task.episodes is None or config.agent_cmd):
+        what = "an agent program brings its own tools" if config.agent_cmd else f"task {task.name} has no tools"
+        raise UsageError(f"tools = false: {what}", "leave tools out; it is for environments (env:FILE.py:CLASS)")
+
+
 def _check_task(config: Config, task: Task) -> None:
     if not task.train:
         raise UsageError(f"task {task.name} has no rows to train on")
+    check_answering(config, task)
     if config.loglik > 0.0 and (task.episodes or config.agent_cmd):
         raise UsageError(
             f"loglik = {config.loglik:g}: an episode has no reference answer whose likelihood could count",

@@ -8,12 +8,12 @@ them shows in another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from edgees.attempts import ENOUGH, SINGLE, Attempts, best, commonest, feedback, plain_text
+from edgees.attempts import ENOUGH, SINGLE, Attempts, best, commonest, feedback, plain_texts
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
 from edgees.endpoint import Policy
 from edgees.episodes import Ask, Ending, Episode, Episodes, Message
@@ -38,7 +38,7 @@ class Settings:
     max_tokens: of one reply. episodes, agents: who plays with the member, where a rollout is more than one answer.
     turns, tokens: replies, and tokens in all replies, that an episode may have; 0: no limit but its own.
     attempts: how often a row is answered and what counts; judge: rewards (NaN: none) of what was played, for ``best``
-        and ``retry``; vote: what a reply answers, None for nothing, for ``majority``.
+        and ``retry``; vote: what texts answer, None for nothing, for ``majority``.
     tools: whether environments' tools are shown to the model.
     """
 
@@ -54,7 +54,7 @@ class Settings:
     tokens: int = 0
     attempts: Attempts = SINGLE
     judge: Callable[[Sequence[Trajectory]], Sequence[float]] | None = None
-    vote: Callable[[str], str | None] = plain_text
+    vote: Callable[[Sequence[str]], Sequence[Hashable | None]] = plain_texts
     tools: bool = True
 
 
@@ -142,14 +142,13 @@ def _chosen(
         told = lambda done, tokens: heard(done // count, tokens)  # noqa: E731
     tries = [(member, row, attempt, ()) for member, row in rollouts for attempt in range(count)]
     played = _played(engine, tries, settings, told)
-    rewards = _judged(settings, played) if settings.attempts.kind == "best" else []
+    by_reward = settings.attempts.kind == "best"
+    rewards = _judged(settings, played) if by_reward else []
+    answers = [] if by_reward else settings.vote([t.completion for t in played])
     found = []
     for at in range(0, len(played), count):
         group = tuple(played[at : at + count])
-        if rewards:
-            which = best(rewards[at : at + count])
-        else:
-            which = commonest([settings.vote(t.completion) for t in group])
+        which = best(rewards[at : at + count]) if by_reward else commonest(answers[at : at + count])
         tokens = tuple(chain.from_iterable(t.tokens for t in group))
         found.append(replace(group[which], tokens=tokens, attempts=group, chosen=which))
     return found
