@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf4, noise
+from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf4, noise, recommend
 from edgees.backends.base import CENTRE, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.errors import EdgeesError, ExportError, UsageError
@@ -228,6 +228,12 @@ def _publish(stage: Path, folder: Path, names: Sequence[str], to: str) -> None:
                 stale.unlink(missing_ok=True)
 
 
+def _write_text(path: Path, text: str) -> None:
+    data = text.encode()
+    with atomic_file(path, len(data)) as file:
+        file.write(data)
+
+
 # ---- one export
 @dataclass
 class _Export:
@@ -245,6 +251,9 @@ class _Export:
         """Whether this re-rounds what was tuned, so that it is to be scored again."""
         if self.run.delta.generation == 0:
             self.notes.append("nothing was learned in these weights: this is the base")
+        asked = self.run.recommended
+        if asked and asked["attempts"] != "single":
+            self.notes.append(f"scored with {recommend.told(asked)}: see recommended.json")
 
     @cached_property
     def form(self) -> GgufFile | Twin:
@@ -255,22 +264,36 @@ class _Export:
         """Files that can be foretold."""
         if self.to == "gguf":
             encoding = self.type_name if self.type_name != merge.SAME else _main_type(self.run.base)
-            return [self.file_name or merge.gguf_name(self.form, str(encoding))]
+            gguf = self.file_name or merge.gguf_name(self.form, str(encoding))
+            return [gguf, *self.beside(gguf)]
         if self.to == "adapter":
-            return [merge.gguf_name(self.form, "F32", "LoRA"), "adapter_config.json", "adapter_model.safetensors"]
-        return ["config.json", "model.safetensors", "model.safetensors.index.json"]
+            gguf = merge.gguf_name(self.form, "F32", "LoRA")
+            return [gguf, "adapter_config.json", "adapter_model.safetensors", *self.beside(gguf)]
+        return ["config.json", "model.safetensors", "model.safetensors.index.json", *self.beside(None)]
+
+    def beside(self, gguf: str | None) -> dict[str, str]:
+        """What tells how to ask the model: file name -> text."""
+        return recommend.documents(self.run.recommended, self.to, gguf)
 
     def write(self, stage: Path) -> None:
         run, to = self.run, self.to
         self.say(f"writing {run.weights} weights (generation {run.delta.generation}) as {to} {self.type_name or ''}")
         if to == "gguf":
-            self.written = self.names()
+            self.written = self.names()[:1]
             found = self.moments(stage) if self.rounds else None
             self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name), found)
         elif to == "safetensors":
             self.written = write_safetensors(self.effective, stage, str(self.type_name))
         else:
             self.written = write_adapter(self.run, stage, self.names()[0], self.form)
+        documents = self.beside(self.written[0] if to != "safetensors" else None)
+        for name, text in documents.items():
+            _write_text(stage / name, text)
+        if to == "safetensors" and run.recommended:
+            path = stage / "generation_config.json"
+            changed = recommend.generation_config(run.recommended, json.loads(path.read_text(encoding="utf-8")))
+            _write_text(path, json.dumps(changed, ensure_ascii=False, indent=2) + "\n")
+        self.written += documents
 
     @contextmanager
     def scored(self, stage: Path) -> Iterator[LlamaCppEngine]:

@@ -62,6 +62,8 @@ class Run:
     settings: config.Config
     weights: str
     """``best`` (by held-out reward) or ``last``: which of the two this is."""
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    """How it was asked when it was scored (:mod:`edgees.recommend`)."""
 
     def close(self) -> None:
         self.delta.close()
@@ -99,7 +101,7 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     except BaseException:
         base.close()
         raise
-    return Run(folder, base, delta, settings, chosen)
+    return Run(folder, base, delta, settings, chosen, history.header.get("recommended", {}))
 
 
 def open_base(settings: config.Config) -> GgufFile | HfFolder:

@@ -43,10 +43,15 @@ class Setup:
 
     def header(self, spec: DeltaSpec) -> dict[str, Any]:
         """First line of the journal."""
+        asked = self.replies(0, 0.0)
         return {
             "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
             "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
             "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
+            "recommended": {
+                "attempts": str(asked.attempts), "temperature": asked.temperature, "max_tokens": asked.max_tokens,
+                "tools": asked.tools, "system": asked.system,
+            },
         }  # fmt: skip
 
     def with_players(self, stack: ExitStack) -> Setup:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS: list[list[str]] = [
     ["__init__", "attempts", "backends/__init__", "errors"],
     ["children", "config", "cuda", "examples", "model_path", "native"],
-    ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "template", "tools"],
+    ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "recommend", "template", "tools"],
     ["nf4"],
     ["backends/base", "hf_files"],
     ["backends/streams", "delta", "gguf_from_hf", "ops"],
