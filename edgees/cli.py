@@ -522,10 +522,21 @@ def evaluate(run: Path, task: str | None, rows: int, last: bool, as_json: bool) 
 )
 @click.option("--last", is_flag=True, help="The last weights instead of the best on held-out rows.")
 @click.option("--verify", is_flag=True, help="Load the result in plain llama.cpp and compare it with what was scored.")
+@click.option(
+    "--bake-context", is_flag=True, help="Put the context into the GGUF's chat template, as its default system prompt."
+)
 @click.option("--force", is_flag=True, help="Replace files that are there already.")
 @json_option
 def export(
-    run: Path, to: str, out: Path, type_name: str | None, last: bool, verify: bool, force: bool, as_json: bool
+    run: Path,
+    to: str,
+    out: Path,
+    type_name: str | None,
+    last: bool,
+    verify: bool,
+    bake_context: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Write the tuned model: GGUF for llama.cpp, safetensors for Hugging Face, or a LoRA adapter (adapter scope)."""
     from edgees import export as exporting
@@ -533,7 +544,7 @@ def export(
     with one_document(as_json) as document:
         result = exporting.export(
             run, to, out, type_name=type_name, weights="last" if last else "best", force=force, verify=verify,
-            say=progress_note,
+            bake=bake_context, say=progress_note,
         )  # fmt: skip
         document |= result
         for line in [] if as_json else exporting.lines(result):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from edgees import attempts as trying
 from edgees.errors import UsageError
 
 FINDINGS = (
@@ -221,7 +222,22 @@ class Config:
     )  # fmt: skip
 
     max_tokens: int = _setting(0, "tokens a reply may have; 0: the task's own limit", low=0, group="replies")
-    temperature: float = _setting(0.0, "sampling temperature in tuning; 0: greedy", low=0.0, group="replies")
+    temperature: float = _setting(
+        0.0,
+        "sampling temperature in tuning; 0: greedy. Evaluations are greedy unless attempts says otherwise",
+        low=0.0, group="replies",
+    )  # fmt: skip
+    attempts: str = _setting(
+        "single",
+        "how a row is answered, in tuning and evaluations alike: single; best:N, the best of N sampled replies by the "
+        "scorer; majority:N, the commonest answer of N sampled replies; retry:N, up to N replies, each told the score "
+        "of the one before, of which the last counts. All but single are sampled at temperature in evaluations too",
+        group="replies",
+    )  # fmt: skip
+    tools: bool = _setting(
+        True, "environments: the model is shown their tools; off: it is not, as where it will be used without",
+        group="replies",
+    )  # fmt: skip
     context: int = _setting(0, "tokens one sequence may have; 0: by need", low=0, group="replies")
     loglik: float = _setting(
         0.0, "first weight (0 to 1) of the likelihood of the reference answer in the reward", low=0.0, high=1.0,
@@ -262,6 +278,16 @@ class Config:
     def members(self) -> int:
         """Members per generation."""
         return self.pairs * (2 if self.antithetic else 1)
+
+    @property
+    def tries(self) -> trying.Attempts:
+        """``attempts``, read."""
+        return trying.parse(self.attempts)
+
+    @property
+    def scored_at(self) -> float:
+        """Temperature of held-out answers: that of tuning only where several are sampled for each row."""
+        return 0.0 if self.tries.single else self.temperature
 
     @property
     def view(self) -> str:
@@ -527,6 +553,16 @@ def _checked(config: Config, source: str) -> Config:
             problem = "cpu, cuda or cuda:NUMBER is needed"
         if problem:
             raise UsageError(f"{source}: {name} = {_show(value)}: {problem}", describe(name))
+    try:
+        tries = config.tries
+    except ValueError as error:
+        raise UsageError(f"{source}: attempts = {_show(config.attempts)}: {error}", describe("attempts")) from None
+    if tries.kind in trying.SAMPLED and config.temperature == 0.0:
+        raise UsageError(
+            f"{source}: attempts = {_show(config.attempts)} with temperature = 0: all {tries.count} replies would be "
+            "the same",
+            "set a temperature, e.g. --temperature 0.7",
+        )
     if config.params:
         try:
             re.compile(config.params)

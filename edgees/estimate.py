@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from edgees import blocks, config, model_path, native, noise, opening, report, tune
+from edgees.attempts import feedback
 from edgees.backends import llamacpp, torch_nf4
 from edgees.backends.base import Member, Request
 from edgees.backends.streams import FIRST_LENGTH, SEQUENCES, Job, Scheduler, output_rows
@@ -357,6 +358,18 @@ class Work:
             tokens += [0] * MESSAGE_TOKENS + pieces(message["content"])
         return (tokens + [0] * MESSAGE_TOKENS)[: max(1, self.limit - 1)]
 
+    @property
+    def again(self) -> int:
+        """Tokens by which a conversation grows from one try to the next: the answer, and the feedback to it."""
+        return 2 * MESSAGE_TOKENS + self.answers + count(feedback(0.0))
+
+    def prompts(self, row: Row) -> list[list[list[int]]]:
+        """Of a row's attempts: those made at once, round by round. Every try but the last is taken to fail."""
+        tries, prompt = self.chosen.tries, self.prompt(row)
+        if tries.kind != "retry":
+            return [[prompt] * tries.count]
+        return [[(prompt + [0] * (self.again * i))[: max(1, self.limit - 1)]] for i in range(tries.count)]
+
     def target(self, row: Row) -> list[int]:
         return [*pieces(row.answer or ""), 0]
 
@@ -375,7 +388,9 @@ class Work:
             messages = self._conversation(row)
             prompt = sum(MESSAGE_TOKENS + count(m["content"]) for m in messages) + MESSAGE_TOKENS
             target = 1 + count(row.answer or "") if self.chosen.loglik else 0
-            longest = max(longest, prompt + max(self.answers, target))
+            tries = self.chosen.tries
+            more = self.again * (tries.count - 1) if tries.kind == "retry" else 0
+            longest = max(longest, prompt + more + self.answers, prompt + target)
         return min(longest + self.grown, self.limit)
 
     @property
@@ -387,7 +402,10 @@ class Work:
     def jobs(self) -> int:
         """Sequences that could be computed at once."""
         rows = min(self.chosen.rows, len(self.task.train))
-        return max(self.chosen.members * rows, len(self.heldout))
+        tries = self.chosen.tries
+        replies = 1 if tries.kind == "retry" else tries.count
+        each = 1 if min(self.weights) == 1.0 else replies
+        return max(self.chosen.members * rows * each, len(self.heldout) * replies)
 
     def calls(self, streams: int, micro: int, outputs: int) -> dict[str, Calls]:
         """Of a generation's replies and likelihoods, of an evaluation, and of the probe before the first generation.
@@ -412,32 +430,41 @@ class Work:
 
     def _count(self, counting: _Counting, rows: Sequence[Row], members: int, likely: bool) -> Calls:
         """The calls in which ``members`` answer ``rows``, or (likely) the reference answers are scored."""
-        simulated = min(members, max(1, max(SIMULATED, counting.parallel) // len(rows)))
+        rounds = [self.prompts(row) for row in rows] if not likely else []
+        each = len(rows) * (len(rounds[0][0]) if rounds else 1)
+        simulated = min(members, max(1, max(SIMULATED, counting.parallel) // each))
         part = [Member(i // 2, 1.0 - i % 2 * 2, i // 2) for i in range(simulated)]
-        jobs: list[Job] = []
-        targets: list[list[int]] = []
-        for member in part:
-            for row in rows:
-                prompt, target = self.prompt(row), self.target(row)
-                if likely:
+        scheduler = Scheduler(counting, counting)
+        if likely:
+            jobs: list[Job] = []
+            targets: list[list[int]] = []
+            for member in part:
+                for row in rows:
+                    prompt, target = self.prompt(row), self.target(row)
                     whole = [*prompt, *target[:-1]][: self.limit]
                     jobs.append(Job(len(jobs), member, whole, first_output=len(prompt) - 1))
                     targets.append(target)
-                else:
-                    room = max(1, min(self.answers, self.limit - len(prompt)))
-                    request = Request(member, tuple(prompt), room)
-                    jobs.append(Job(len(jobs), member, prompt, limit=min(room, STEPS), request=request))
-        scheduler = Scheduler(counting, counting)
-        if likely:
             scheduler.score(jobs, targets)
-        else:
-            scheduler.complete(jobs)
-            at_once = min(counting.parallel, len(jobs))
-            rest = [(len(j.tokens), j.request.max_tokens) for j in jobs if j.request and j.request.max_tokens > STEPS]
-            counting.calls.shapes[at_once, at_once] += sum(limit - STEPS for _, limit in rest) // at_once
-            counting.calls.attended += sum((n - STEPS) * (k + (n + STEPS) / 2) for k, n in rest)
+        for at_once in zip(*rounds, strict=True):
+            self._reply(counting, scheduler, part, [prompt for prompts in at_once for prompt in prompts])
         counting.calls.scale = members / simulated
         return counting.calls
+
+    def _reply(
+        self, counting: _Counting, scheduler: Scheduler, part: Sequence[Member], prompts: Sequence[list[int]]
+    ) -> None:
+        """Replies of every member to every prompt, made together."""
+        jobs: list[Job] = []
+        for member in part:
+            for prompt in prompts:
+                room = max(1, min(self.answers, self.limit - len(prompt)))
+                request = Request(member, tuple(prompt), room)
+                jobs.append(Job(len(jobs), member, prompt, limit=min(room, STEPS), request=request))
+        scheduler.complete(jobs)
+        at_once = min(counting.parallel, len(jobs))
+        rest = [(len(j.tokens), j.request.max_tokens) for j in jobs if j.request and j.request.max_tokens > STEPS]
+        counting.calls.shapes[at_once, at_once] += sum(limit - STEPS for _, limit in rest) // at_once
+        counting.calls.attended += sum((n - STEPS) * (k + (n + STEPS) / 2) for k, n in rest)
 
 
 @dataclass(frozen=True)
@@ -923,7 +950,8 @@ def assumptions(setting: Setting, on_device: bool) -> list[str]:
         f"{work.length} tokens"
         if not c.context
         else f"context of {setting.context} tokens as set",
-        f"every reply takes all of its {work.answers} tokens",
+        f"every reply takes all of its {work.answers} tokens"
+        + (f", and all {c.tries.count} attempts are made" if not c.tries.single else ""),
     ]
     if on_device:
         found.append("what CUDA takes, and the card's pace, are from paper: the time may be off by a factor of two")

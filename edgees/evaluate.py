@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from edgees import merge, rewards, rollout
+from edgees.attempts import parse
 from edgees.backends.base import CENTRE, Engine
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.config import Config
@@ -31,7 +32,7 @@ from edgees.delta import Delta
 from edgees.episodes import Message, transcript
 from edgees.errors import ExportError, TemplateError, UsageError
 from edgees.gguf_file import GgufFile
-from edgees.opening import Setup
+from edgees.opening import Setup, check_answering
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
@@ -52,7 +53,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """One model on the rows. rewards: float64 [rows], NaN where excluded; metrics: the same by name.
+    """One model on the rows. rewards: float64 [rows], NaN where excluded; metrics: the same by name. tokens: of the
+    first attempt.
 
     messages: of each episode, empty for single answers. completions: the texts, of episodes their transcripts.
     """
@@ -77,6 +79,7 @@ def open_task(settings: Config, name: str | None = None) -> tuple[Task, Scorer]:
     )
     if not task.heldout:
         raise UsageError(f"task {task.name} has no held-out rows", "give some in tuning with --eval-data FILE")
+    check_answering(settings, task)
     other = name is not None and name != settings.task
     specs = (task.reward or settings.reward) if other else (settings.reward or task.reward)
     if other and task.episodes:  # it pays itself; the run's own scorer is for the run's own rows
@@ -112,7 +115,8 @@ def open_engine(settings: Config, path: Path, *, plain: bool) -> LlamaCppEngine:
 def answer(
     engine: Engine, rows: Sequence[Row], task: Task, scorer: Scorer, settings: Config, context: Context = NOTHING
 ) -> Answers:
-    """The centre's greedy answers to ``rows`` under the conditions of the run and in a context, scored."""
+    """The centre's answers to ``rows`` under the conditions of the run (greedy, or its ``attempts``) and in a context,
+    scored."""
     with ExitStack() as stack:
         setup = Setup(settings, task, scorer, engine, lambda: None, context=context).with_players(stack)
         played = rollout.play(engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
@@ -125,7 +129,7 @@ def answer(
     metrics |= {name: np.array([t.parts.get(name, math.nan) for t in played], np.float64) for name in reported}
     return Answers(
         [transcript(t.messages) if t.episode else t.completion for t in played],
-        [t.tokens for t in played],
+        [t.first_tokens for t in played],
         np.array(scores.rewards, np.float64),
         metrics,
         [str(f) for f in scores.faults],
@@ -328,6 +332,8 @@ def evaluate(
             "weights": run.weights,
             "generation": run.delta.generation,
             "type": kind,
+            "attempts": str(settings.tries),
+            "temperature": settings.scored_at,
             **result,
             "chose_best": voted if task is None or task == settings.task else 0,
             "context": run.context.digest,
@@ -384,9 +390,12 @@ def require_agreement(result: dict[str, Any]) -> None:
 def lines(result: dict[str, Any]) -> list[str]:
     """The same for people."""
     chose = f", of which {result['chose_best']} also chose the best generation" if result["chose_best"] else ""
+    tries = parse(result["attempts"])
+    how = "in plain llama.cpp by " + tries.told(result["temperature"])
+    how = "greedily in plain llama.cpp" if tries.single else how
     out = [
         f"{result['run']}: {result['weights']} weights, generation {result['generation']}",
-        f"{result['task']}: {result['rows']} held-out rows{chose}, answered greedily in plain llama.cpp",
+        f"{result['task']}: {result['rows']} held-out rows{chose}, answered {how}",
         f"{'':<12}{'base':>9}{'tuned':>9}   difference (95 %)",
     ]
     out.append(_line("reward", result))

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf4, noise
+from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf4, noise, recommend
 from edgees.backends.base import CENTRE, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.context import diff
 from edgees.errors import EdgeesError, ExportError, UsageError
 from edgees.gguf_file import (
     GgufFile,
@@ -40,6 +41,7 @@ from edgees.gguf_from_hf import Twin
 from edgees.hf_files import HfFolder
 from edgees.merge import FLOATS, Effective, Run, SafeTensors, finite, pieces, to_float
 from edgees.report import size
+from edgees.template import CHATML
 
 KINDS = ("gguf", "safetensors", "adapter")
 SHARD_BYTES = 5_000_000_000
@@ -114,12 +116,14 @@ def export(
     weights: str = "best",
     force: bool = False,
     verify: bool = False,
+    bake: bool = False,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Write a run's model into folder ``out`` (``to`` gguf: also a file name that ends in .gguf).
 
     to: ``gguf``, ``safetensors`` or ``adapter``. weights: ``best`` by held-out reward, or ``last``. verify: load the
-    result in plain llama.cpp and compare it with the scored model. Returns what ``export --json`` prints: "files"
+    result in plain llama.cpp and compare it with the scored model. bake: put the context into the GGUF's chat template,
+    before conversations without a system message of their own. Returns what ``export --json`` prints: "files"
     ([{"path", "sha256", "bytes"}]), "notes", "verify" (None, or {"ok", ...}), "rescored" for re-rounded types, ...
     ``verify`` failing is no exception here: the files are in place and "ok" is False.
 
@@ -134,7 +138,9 @@ def export(
         run = stack.enter_context(merge.open_run(run_dir, weights))
         type_name = type_name or default_type(run, to)
         _require_possible(run, type_name)
-        plan = _Export(run, to, type_name, out.name if single else None, say)
+        if bake and to != "gguf":
+            raise UsageError("a context is baked into GGUF files only", "--to gguf; the others have context.json")
+        plan = _Export(run, to, type_name, out.name if single else None, say, bake)
         if not force:
             _refuse_existing(folder, plan.names())
         stage = stack.enter_context(_stage(folder))
@@ -153,6 +159,7 @@ def export(
         "run": str(run.folder), "to": to, "type": type_name, "weights": run.weights, "generation": run.delta.generation,
         "base": {"path": str(run.base.path), "sha256": run.base.sha256().removeprefix("sha256:")},
         "files": files, "notes": plan.notes, "verify": checked, "rescored": rescored,
+        "context": {"digest": run.context.digest, "diff": diff(run.first, run.context)},
     }  # fmt: skip
 
 
@@ -169,6 +176,9 @@ def require_verified(result: dict[str, Any]) -> None:
 def lines(result: dict[str, Any]) -> list[str]:
     """The same for people."""
     out = [f"{f['path']}  {size(f['bytes'])}" for f in result["files"]] + [f"note: {n}" for n in result["notes"]]
+    if result["context"]["diff"]:
+        out += ["the context changed in the run, to what lies beside the model as context.json:"]
+        out += [f"  {_printable(line)}" for line in result["context"]["diff"].splitlines()]
     checked = result["verify"]
     if checked is not None:
         kl = checked["kl"]
@@ -179,6 +189,11 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"KL {kl['mean']:.2g} nats ({bound})"
         )
     return out
+
+
+def _printable(text: str) -> str:
+    """A model may write control characters, which are not for terminals."""
+    return "".join(c if c.isprintable() else "·" for c in text)
 
 
 def _require_possible(run: Run, type_name: str | None) -> None:
@@ -228,6 +243,12 @@ def _publish(stage: Path, folder: Path, names: Sequence[str], to: str) -> None:
                 stale.unlink(missing_ok=True)
 
 
+def _write_text(path: Path, text: str) -> None:
+    data = text.encode()
+    with atomic_file(path, len(data)) as file:
+        file.write(data)
+
+
 # ---- one export
 @dataclass
 class _Export:
@@ -236,6 +257,7 @@ class _Export:
     type_name: str | None
     file_name: str | None
     say: Say
+    bake: bool = False
     notes: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
 
@@ -245,6 +267,9 @@ class _Export:
         """Whether this re-rounds what was tuned, so that it is to be scored again."""
         if self.run.delta.generation == 0:
             self.notes.append("nothing was learned in these weights: this is the base")
+        asked = self.run.recommended
+        if asked and asked["attempts"] != "single":
+            self.notes.append(f"scored with {recommend.told(asked)}: see recommended.json")
 
     @cached_property
     def form(self) -> GgufFile | Twin:
@@ -255,22 +280,50 @@ class _Export:
         """Files that can be foretold."""
         if self.to == "gguf":
             encoding = self.type_name if self.type_name != merge.SAME else _main_type(self.run.base)
-            return [self.file_name or merge.gguf_name(self.form, str(encoding))]
+            gguf = self.file_name or merge.gguf_name(self.form, str(encoding))
+            return [gguf, *self.beside(gguf)]
         if self.to == "adapter":
-            return [merge.gguf_name(self.form, "F32", "LoRA"), "adapter_config.json", "adapter_model.safetensors"]
-        return ["config.json", "model.safetensors", "model.safetensors.index.json"]
+            gguf = merge.gguf_name(self.form, "F32", "LoRA")
+            return [gguf, "adapter_config.json", "adapter_model.safetensors", *self.beside(gguf)]
+        return ["config.json", "model.safetensors", "model.safetensors.index.json", *self.beside(None)]
+
+    def beside(self, gguf: str | None) -> dict[str, str]:
+        """What tells how to ask the model: file name -> text."""
+        return recommend.documents(self.run.recommended, self.to, gguf, self.run.context)
 
     def write(self, stage: Path) -> None:
         run, to = self.run, self.to
         self.say(f"writing {run.weights} weights (generation {run.delta.generation}) as {to} {self.type_name or ''}")
         if to == "gguf":
-            self.written = self.names()
+            self.written = self.names()[:1]
             found = self.moments(stage) if self.rounds else None
-            self.notes += merge.write_gguf(self.effective, stage / self.written[0], str(self.type_name), found)
+            template = self.template() if self.bake else None
+            target = stage / self.written[0]
+            self.notes += merge.write_gguf(self.effective, target, str(self.type_name), found, template)
         elif to == "safetensors":
             self.written = write_safetensors(self.effective, stage, str(self.type_name))
         else:
             self.written = write_adapter(self.run, stage, self.names()[0], self.form)
+        documents = self.beside(self.written[0] if to != "safetensors" else None)
+        for name, text in documents.items():
+            _write_text(stage / name, text)
+        if to == "safetensors" and run.recommended:
+            path = stage / "generation_config.json"
+            changed = recommend.generation_config(run.recommended, json.loads(path.read_text(encoding="utf-8")))
+            _write_text(path, json.dumps(changed, ensure_ascii=False, indent=2) + "\n")
+        self.written += documents
+
+    def template(self) -> str:
+        """The model's chat template with the context in it. :raises UsageError: there is nothing to put there."""
+        messages = recommend.before(self.run.recommended, self.run.context)
+        if not messages:
+            raise UsageError("there is no system message or context to bake in", "leave --bake-context out")
+        if any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            raise UsageError(
+                "examples with tool calls cannot be baked into a chat template",
+                "leave --bake-context out: context.json lies beside the model",
+            )
+        return recommend.baked(str(self.form.metadata.get("tokenizer.chat_template") or CHATML), messages)
 
     @contextmanager
     def scored(self, stage: Path) -> Iterator[LlamaCppEngine]:

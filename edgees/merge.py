@@ -66,6 +66,8 @@ class Run:
     context: Context
     """In force when these weights were evaluated, and what the run began with."""
     first: Context
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    """How it was asked when it was scored (:mod:`edgees.recommend`)."""
 
     def close(self) -> None:
         self.delta.close()
@@ -103,7 +105,10 @@ def open_run(run_dir: str | Path, weights: str = "best") -> Run:
     except BaseException:
         base.close()
         raise
-    return Run(folder, base, delta, settings, chosen, history.context(delta.generation), history.context(0))
+    return Run(
+        folder, base, delta, settings, chosen, history.context(delta.generation), history.context(0),
+        history.header.get("recommended", {}),
+    )  # fmt: skip
 
 
 def open_base(settings: config.Config) -> GgufFile | HfFolder:
@@ -591,7 +596,11 @@ def _refuse_bad(base: GgufFile, name: str) -> None:
 
 
 def write_gguf(
-    effective: Effective | GgufForm, target: Path, type_name: str, moments: dict[str, np.ndarray] | None = None
+    effective: Effective | GgufForm,
+    target: Path,
+    type_name: str,
+    moments: dict[str, np.ndarray] | None = None,
+    template: str | None = None,
 ) -> list[str]:
     """Write the tuned model as GGUF with the base as template; returns notes for the user.
 
@@ -599,13 +608,16 @@ def write_gguf(
     ``edgees.base`` names the base by its hash (case 5). A tied head stays tied. K mixes are made by llama.cpp's
     quantiser from a temporary F16 file beside the target.
     moments: see :mod:`edgees.moments`; four- and five-bit types are rounded with them, K mixes with their diagonals.
+    template: chat template instead of the base's.
     Errors: ExportError, WillNotFit; the target is then as it was before.
     """
     if isinstance(effective, Effective) and isinstance(effective.base, HfFolder):
         effective = GgufForm.of(effective)
     metadata = effective.origin
+    if template is not None:
+        metadata["tokenizer.chat_template"] = template
     if type_name in K_MIXES:
-        return _through_llama(effective, target, type_name, moments)
+        return _through_llama(effective, target, type_name, moments, template)
     if type_name != SAME:
         metadata["general.file_type"] = int(FILE_TYPES[type_name])
     if type_name not in FLOATS:
@@ -617,12 +629,16 @@ def write_gguf(
 
 
 def _through_llama(
-    effective: Effective | GgufForm, target: Path, type_name: str, moments: dict[str, np.ndarray] | None
+    effective: Effective | GgufForm,
+    target: Path,
+    type_name: str,
+    moments: dict[str, np.ndarray] | None,
+    template: str | None,
 ) -> list[str]:
     wide = target.with_name(f".{target.name}.f16.part")
     small = target.with_name(f".{target.name}.quantised.part")
     try:
-        notes = write_gguf(effective, wide, "F16")
+        notes = write_gguf(effective, wide, "F16", template=template)
         require_space(target, wide.stat().st_size)  # llama.cpp itself would not tell a full disk from another fault
         quantize(wide, small, type_name, importance={n: np.diag(m) for n, m in (moments or {}).items()})
         with GgufFile(small) as made:

@@ -49,11 +49,16 @@ class Setup:
 
     def header(self, spec: DeltaSpec) -> dict[str, Any]:
         """First line of the journal."""
+        asked = self.replies(0, 0.0)
         return {
             "edgees": __version__, "model": Path(self.config.model).name, "base": self.engine.base_hash,
             "data": _data_hash(self.config, self.task), "config": self.config.public(free=False),
             "seed": self.config.seed, "pairs": self.config.pairs, "delta": spec.to_dict(),
             "context": self.context.to_dict(),
+            "recommended": {
+                "attempts": str(asked.attempts), "temperature": asked.temperature, "max_tokens": asked.max_tokens,
+                "tools": asked.tools, "system": asked.system,
+            },
         }  # fmt: skip
 
     def with_players(self, stack: ExitStack) -> Setup:
@@ -80,7 +85,12 @@ class Setup:
     def replies(
         self, generation: int, temperature: float, context: Context | None = None, contexts: Sequence[Context] = ()
     ) -> rollout.Settings:
-        """context: of all rollouts, None: the one that the run begins with; contexts: of each, where they differ."""
+        """How rows are answered. temperature: of single answers; where a row gets several attempts, these are made at
+        the configuration's wherever they are made, so that evaluations show what is tuned for. context: of all
+        rollouts, None: the one that the run begins with; contexts: of each, where they differ."""
+        c = self.config
+        if not c.tries.single:
+            temperature = c.temperature
         return rollout.Settings(
             max_tokens=self.config.max_tokens or self.task.max_tokens,
             conversation=self.conversation,
@@ -95,6 +105,10 @@ class Setup:
             context=self.context if context is None else context,
             contexts=contexts,
             files=self.config.agent_context == "files",
+            attempts=c.tries,
+            judge=lambda played: rewards.judge(self.scorer, played).rewards,
+            vote=self.scorer.answers,
+            tools=c.tools,
         )
 
     def conversation(self, row: Row, context: Context) -> list[dict[str, Any]]:
@@ -135,6 +149,12 @@ def open_setup(
         )
     _check_task(config, task)
     first = first_context(config, begun)
+    if not config.tries.single and config.loglik >= 1.0 and config.loglik_hold >= 1.0:
+        note = (
+            f"attempts = {config.tries} counts in evaluations alone: with loglik = 1 to the end no answers are made in "
+            "tuning (--loglik 0 tunes for it)"
+        )
+        task = replace(task, warnings=(*task.warnings, note))
     scorer = scorer or stack.enter_context(open_scorer(config, task))
     if not (task.episodes or config.agent_cmd):  # whoever plays may say things that no reference answer shows
         scorer.dry_run(task.train)
@@ -269,6 +289,14 @@ def under_names_of(engine: Engine, spec: DeltaSpec, model: str) -> DeltaSpec:
     return replace(spec, tensors=tuple(tensors))
 
 
+def check_answering(config: Config, task: Task) -> None:
+    """:raises UsageError: ``attempts`` or ``tools`` that have no meaning for what plays the rows."""
+    rollout.require_attempts(config.tries, task.episodes is not None or bool(config.agent_cmd))
+    if not config.tools and (task.episodes is None or config.agent_cmd):
+        what = "an agent program brings its own tools" if config.agent_cmd else f"task {task.name} has no tools"
+        raise UsageError(f"tools = false: {what}", "leave tools out; it is for environments (env:FILE.py:CLASS)")
+
+
 def _check_task(config: Config, task: Task) -> None:
     if not task.train:
         raise UsageError(f"task {task.name} has no rows to train on")
@@ -281,6 +309,7 @@ def _check_task(config: Config, task: Task) -> None:
         raise UsageError("scope = none tunes no weight, and nothing else evolves", "say what does: --evolve shots")
     if config.scope == "none" and config.antithetic:
         raise UsageError("scope = none has no plus and minus", "set antithetic = false")
+    check_answering(config, task)
     if config.loglik > 0.0 and (task.episodes or config.agent_cmd):
         raise UsageError(
             f"loglik = {config.loglik:g}: an episode has no reference answer whose likelihood could count",

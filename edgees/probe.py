@@ -36,7 +36,8 @@ from edgees.rollout import Trajectory
 from edgees.tasks.rows import Row
 from edgees.update import fitness, loglik_weight, mix, shrinkage
 
-VARIED = ("sigma", "params", "noise", "rank", "amplitudes", "loglik", "scope", "factors", "temperature", "system")
+VARIED = ("sigma", "params", "noise", "rank", "amplitudes", "loglik", "scope", "factors", "temperature", "attempts",
+          "system")  # fmt: skip
 """Settings whose choices can be compared."""
 LADDER = (0.01, 0.02, 0.04, 0.08)
 """What ``sigma = 0`` chooses from."""

@@ -14,18 +14,23 @@ per call. What they print goes to our stderr or to a log; what they do to ``rand
 
 What cannot be a reward (None, NaN, an infinity, text, a bool) is named and excluded: a :class:`Fault`, and NaN in its
 place. A call that raises, hangs, or returns the wrong number of rewards is a :class:`~edgees.errors.ScorerError`.
+
+Where replies are voted on (``attempts = "majority:N"``) the first function that can says what each of them answers
+(:meth:`Scorer.answers`); a user's file does by a function ``extract_answers(completions) -> list[str | None]``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from edgees.attempts import plain_texts
 from edgees.children import Child, ChildDied, ChildTimeout, calling, guest_place
 from edgees.episodes import Message
 from edgees.errors import DataError, ScorerError, UsageError
@@ -93,8 +98,7 @@ def exact(row: Row, completion: str) -> float:
     wanted, given = _squeezed(_answer(row)), _squeezed(completion)
     if given == wanted:
         return 1.0
-    loose = [text.strip("\"'`*“”‘’ .!?,;:").casefold() for text in (wanted, given)]
-    return 0.5 if loose[0] == loose[1] and loose[0] else 0.0
+    return 0.5 if _loose(given) == _loose(wanted) != "" else 0.0
 
 
 def numeric(row: Row, completion: str) -> float:
@@ -133,6 +137,28 @@ def json_fields(row: Row, completion: str) -> float:
     return 0.05 + 0.75 * share + (0.2 if share == 1.0 and clean else 0.0)
 
 
+def _loose(text: str) -> str:
+    return _squeezed(text).strip("\"'`*“”‘’ .!?,;:").casefold()
+
+
+def _extract_json(text: str) -> str | None:
+    found = json_object(text)[0]
+    return None if found is None else json.dumps(_plain_numbers(found), sort_keys=True)
+
+
+def _plain_numbers(value: Any) -> Any:
+    """The same with 3.0 as 3, for they are the same answer."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_EXTRACT: dict[str, Callable[[str], Hashable | None]] = {
+    "exact": lambda text: _loose(text) or None, "numeric": lambda text: number(text)[0], "json_fields": _extract_json,
+}  # fmt: skip
+"""What a text answers, to each of the built-in scorers."""
 BUILTIN: dict[str, Callable[[Row, str], float]] = {"exact": exact, "numeric": numeric, "json_fields": json_fields}
 _OTHERS = ("regex:PATTERN", "reasoning_gym:NAME", "FILE.py[:FUNCTION]")
 
@@ -147,6 +173,9 @@ class _Part(Protocol):
         """Load what can be loaded. Raises ScorerError or UsageError."""
 
     def values(self, rows: Sequence[Row], completions: Sequence[Answer]) -> list[Outcome]: ...
+
+    def answers(self, texts: Sequence[str]) -> Sequence[Hashable | None] | None:
+        """What each text answers, None for nothing; None for all: this function does not pick out answers."""
 
     def close(self) -> None: ...
 
@@ -181,6 +210,9 @@ class _BuiltIn:
                 outcomes.append((False, str(error)))
         return outcomes
 
+    def answers(self, texts: Sequence[str]) -> list[Hashable | None]:
+        return [_EXTRACT[self.name](text) for text in texts]
+
     def close(self) -> None:
         pass
 
@@ -207,6 +239,9 @@ class _InProcess:
                 "See the exception this one was raised from.",
             ) from error
         return _checked(self.name, answer, len(rows))
+
+    def answers(self, texts: Sequence[str]) -> None:
+        return None
 
     def close(self) -> None:
         pass
@@ -240,6 +275,20 @@ class _InChild:
     def _values(self, arguments: Mapping[str, Any], count: int) -> list[Outcome]:
         request = {"op": "score", "name": self._function, "arguments": arguments}
         return _checked(self.name, self._call(request, self._deadline, "scoring"), count)
+
+    def answers(self, texts: Sequence[str]) -> Sequence[Hashable | None] | None:
+        self.check()
+        answer = self._call({"op": "extract", "completions": list(texts)}, self._deadline, "extracting")
+        if "nothing" in answer:
+            return None
+        found = answer.get("texts", [])
+        if len(found) != len(texts):
+            what = answer.get("shape") or f"{len(found)} of them"
+            raise ScorerError(
+                f"extract_answers of {self.name} returned {what} for {len(texts)} completions",
+                "It gets a list of texts and returns a list as long: what each answers as a text, or None.",
+            )
+        return [None if text is None else str(text) for text in found]
 
     def close(self) -> None:
         self._child.close()
@@ -440,6 +489,15 @@ class Scorer:
                 rewards[index] = NAN
                 faults.append(Fault(index, rows[index].id, "+".join(self.names), "the weighted sum overflows"))
         return Scores(rewards, faults, parts)
+
+    def answers(self, texts: Sequence[str]) -> Sequence[Hashable | None]:
+        """What each text answers, so that equal answers are equal; None: nothing. By the first function that can say,
+        else the texts themselves, white space squeezed. Raises ScorerError (a user's ``extract_answers``)."""
+        for part, _ in self._parts:
+            found = part.answers(texts) if texts else []
+            if found is not None:
+                return found
+        return plain_texts(texts)
 
     def dry_run(self, rows: Sequence[Row]) -> Scores:
         """Score the first two rows with their own reference answers, before anything expensive is loaded.

@@ -8,10 +8,12 @@ them shows in another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from edgees.attempts import ENOUGH, SINGLE, Attempts, best, commonest, feedback, plain_texts
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
 from edgees.context import Context
 from edgees.endpoint import Policy
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 Conversation = Callable[[Row, Context], Sequence[Message]]
 Rollout = tuple[Member, Row]
 """Who plays what."""
+_Try = tuple[Member, Row, int, tuple[Message, ...], Context]
+"""The same with the number of the attempt, what was said after the row's own conversation, and the context."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Settings:
         instead of having it put into what they say.
     max_tokens: of one reply. episodes, agents: who plays with the member, where a rollout is more than one answer.
     turns, tokens: replies, and tokens in all replies, that an episode may have; 0: no limit but its own.
+    attempts: how often a row is answered and what counts; judge: rewards (NaN: none) of what was played, for ``best``
+        and ``retry``; vote: what texts answer, None for nothing, for ``majority``.
+    tools: whether environments' tools are shown to the model.
     """
 
     max_tokens: int
@@ -51,6 +58,10 @@ class Settings:
     context: Context = field(default_factory=Context)
     contexts: Sequence[Context] = ()
     files: bool = False
+    attempts: Attempts = SINGLE
+    judge: Callable[[Sequence[Trajectory]], Sequence[float]] | None = None
+    vote: Callable[[Sequence[str]], Sequence[Hashable | None]] = plain_texts
+    tools: bool = True
 
     def of(self, place: int) -> Context:
         """The context of a rollout, by its place in the call."""
@@ -61,11 +72,13 @@ class Settings:
 class Trajectory:
     """What one member did with one row.
 
-    completion: its answer; of an episode all its replies, a line between them. tokens: all that it generated.
+    completion: its answer; of an episode all its replies, a line between them. tokens: all that it generated, in all
+        attempts.
     outcome: ``stop``, ``length`` or ``overflow`` (the context was full) of a single answer; of an episode as in
         :class:`edgees.episodes.Ending`, ``reason`` and ``parts`` too.
     episode: whether it is one. Then messages: all that was said, but for what the context adds; reward: what it
         itself paid, None for nothing; fault: why there can be no reward; turns: replies.
+    attempts: where there was more than one, each by itself; chosen: which of them this is.
     """
 
     member: Member
@@ -80,6 +93,13 @@ class Trajectory:
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     turns: int = 1
+    attempts: tuple[Trajectory, ...] = ()
+    chosen: int = 0
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """Tokens of the first attempt: a reply to the very row, whatever came after it."""
+        return self.attempts[0].tokens if self.attempts else self.tokens
 
     @property
     def answer(self) -> str | list[Message]:
@@ -98,32 +118,158 @@ def play(
     """Each rollout's trajectory, in order.
 
     A row whose prompt leaves no room in the context ends at once with outcome ``overflow`` and an empty answer.
+
+    :raises UsageError: ``settings.attempts`` has no meaning for episodes.
     """
+    how = settings.attempts
+    if not how.single:
+        require_attempts(how, settings.episodes is not None or settings.agents is not None)
+        return (_retried if how.kind == "retry" else _chosen)(engine, rollouts, settings, progress)
+    return _played(
+        engine, [(member, row, 0, (), settings.of(i)) for i, (member, row) in enumerate(rollouts)], settings, progress
+    )
+
+
+def require_attempts(how: Attempts, episodes: bool) -> None:
+    """:raises UsageError: episodes are to be voted on, or told to try again."""
+    if episodes and how.kind not in ("single", "best"):
+        raise UsageError(
+            f"attempts = {how}: an episode is no answer that could be "
+            + ("voted on" if how.kind == "majority" else "tried again after feedback"),
+            f"attempts = best:{how.count} plays every episode {how.count} times and counts the best; or single",
+        )
+
+
+def _chosen(
+    engine: Engine, rollouts: Sequence[Rollout], settings: Settings, progress: Progress | None
+) -> list[Trajectory]:
+    """One of several attempts that differ in their sampling: the best, or the commonest answer.
+
+    Attempts of all members at a row share their seeds; the first has the seed of a single one.
+    """
+    count = settings.attempts.count
+    told: Progress | None = None
+    if progress is not None:
+        heard = progress
+        told = lambda done, tokens: heard(done // count, tokens)  # noqa: E731
+    tries: list[_Try] = [
+        (member, row, attempt, (), settings.of(i))
+        for i, (member, row) in enumerate(rollouts)
+        for attempt in range(count)
+    ]
+    played = _played(engine, tries, settings, told)
+    by_reward = settings.attempts.kind == "best"
+    rewards = _judged(settings, played) if by_reward else []
+    answers = [] if by_reward else settings.vote([t.completion for t in played])
+    found = []
+    for at in range(0, len(played), count):
+        group = tuple(played[at : at + count])
+        which = best(rewards[at : at + count]) if by_reward else commonest(answers[at : at + count])
+        tokens = tuple(chain.from_iterable(t.tokens for t in group))
+        found.append(replace(group[which], tokens=tokens, attempts=group, chosen=which))
+    return found
+
+
+class _Rounds:
+    """Progress over rounds, of which only the last ends every rollout in it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.ended = self.before = self.now = 0
+        self.last = False
+
+    def next(self, ended: int, last: bool) -> None:
+        self.ended, self.last, self.before, self.now = ended, last, self.before + self.now, 0
+
+    def __call__(self, done: int, tokens: int) -> None:
+        self.now = tokens
+        self.progress(self.ended + (done if self.last else 0), self.before + tokens)
+
+
+def _retried(
+    engine: Engine, rollouts: Sequence[Rollout], settings: Settings, progress: Progress | None
+) -> list[Trajectory]:
+    """Reply, score, feedback, until a reply is paid enough, ``count`` are made or the context is full. The last counts.
+
+    All rollouts' replies of a round are made together.
+    """
+    count = settings.attempts.count
+    made: list[list[Trajectory]] = [[] for _ in rollouts]
+    said: list[tuple[Message, ...]] = [()] * len(rollouts)
+    full = set[int]()
+    going = list(range(len(rollouts)))
+    told = None if progress is None else _Rounds(progress)
+    for attempt in range(count):
+        if told:
+            told.next(len(rollouts) - len(going), attempt == count - 1)
+        played = _played(engine, [(*rollouts[i], attempt, said[i], settings.of(i)) for i in going], settings, told)
+        fine: list[tuple[int, Trajectory]] = []
+        for i, t in zip(going, played, strict=True):
+            if t.tokens or t.outcome != "overflow" or not made[i]:  # else there was no room for another reply
+                made[i].append(t)
+            if t.outcome == "overflow":
+                full.add(i)
+            else:
+                fine.append((i, t))
+        going = []
+        rewards = _judged(settings, [t for _, t in fine]) if attempt < count - 1 and fine else []
+        for (i, t), reward in zip(fine, rewards, strict=False):
+            if not reward >= ENOUGH:
+                reply = {"role": "assistant", "content": t.completion}
+                said[i] = (*said[i], reply, {"role": "user", "content": feedback(reward)})
+                going.append(i)
+        if not going:
+            break
+    return [
+        replace(
+            each[-1], outcome="overflow" if i in full else each[-1].outcome, turns=len(each), chosen=len(each) - 1,
+            tokens=tuple(chain.from_iterable(t.tokens for t in each)), attempts=tuple(each),
+        )
+        for i, each in enumerate(made)
+    ]  # fmt: skip
+
+
+def _judged(settings: Settings, played: Sequence[Trajectory]) -> Sequence[float]:
+    if settings.judge is None:
+        raise ValueError(f"attempts = {settings.attempts} needs a judge")
+    return settings.judge(played)
+
+
+def _name(row: Row, attempt: int) -> str:
+    """What sampling seeds are made from."""
+    return f"{row.id} attempt {attempt}" if attempt else row.id
+
+
+def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress: Progress | None) -> list[Trajectory]:
+    """Each try's trajectory, in order."""
     if settings.agents is not None:
-        return _with_agents(settings.agents, rollouts, settings, progress)
+        return _with_agents(settings.agents, tries, settings, progress)
     if settings.episodes is not None:
-        table = _Table(engine, settings.episodes, rollouts, settings)
+        table = _Table(engine, settings.episodes, tries, settings)
         engine.serve(table, progress)
         return table.trajectories()
     prompts: dict[tuple[str, Context], tuple[int, ...]] = {}
     requests: list[Request] = []
     places: list[int] = []
     result: list[Trajectory | None] = []
-    for member, row in rollouts:
-        asked = row.id, settings.of(len(result))
-        if asked not in prompts:
-            prompts[asked] = tuple(engine.encode_chat(settings.conversation(row, asked[1])))
-        prompt = prompts[asked]
+    for member, row, attempt, said, context in tries:
+        key = row.id, context
+        if said:
+            prompt = tuple(engine.encode_chat([*settings.conversation(row, context), *said]))
+        elif key in prompts:
+            prompt = prompts[key]
+        else:
+            prompt = prompts[key] = tuple(engine.encode_chat(settings.conversation(row, context)))
         if len(prompt) >= engine.context_length:
             result.append(Trajectory(member, row, "", (), "overflow"))
             continue
         places.append(len(result))
         result.append(None)
-        seed = request_seed(settings.seed, settings.generation, row.id)
+        seed = request_seed(settings.seed, settings.generation, _name(row, attempt))
         requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
     done = engine.generate(requests, progress) if requests else []
     for place, completion in zip(places, done, strict=True):
-        member, row = rollouts[place]
+        member, row, *_ = tries[place]
         result[place] = Trajectory(member, row, completion.text, completion.tokens, completion.outcome)
     return [t for t in result if t is not None]
 
@@ -131,8 +277,9 @@ def play(
 class _Game:
     """An episode on its way."""
 
-    def __init__(self, member: Member, row: Row, episode: Episode, context: Context) -> None:
+    def __init__(self, member: Member, row: Row, attempt: int, episode: Episode, context: Context) -> None:
         self.member, self.row, self.episode, self.context = member, row, episode, context
+        self.name = _name(row, attempt)
         self.replies: list[str] = []
         self.tokens: list[int] = []
         self.ending: Ending | None = None
@@ -149,25 +296,24 @@ class _Game:
 class _Table:
     """All episodes of a call, as a source of requests: no more begin than there are streams free for them."""
 
-    def __init__(self, engine: Engine, episodes: Episodes, rollouts: Sequence[Rollout], settings: Settings) -> None:
+    def __init__(self, engine: Engine, episodes: Episodes, tries: Sequence[_Try], settings: Settings) -> None:
         self.engine, self.episodes, self.settings = engine, episodes, settings
-        self.rollouts = rollouts
+        self.tries = tries
         self.games: list[_Game] = []
         self.ready: deque[tuple[int, Request]] = deque()
         self.running = 0
 
     def take(self, room: int, idle: bool) -> list[tuple[int, Request]] | None:
         taken = list[tuple[int, Request]]()
-        while len(taken) < room and (self.ready or len(self.games) < len(self.rollouts)):
+        while len(taken) < room and (self.ready or len(self.games) < len(self.tries)):
             if self.ready:
                 taken.append(self.ready.popleft())
                 continue
-            member, row = self.rollouts[len(self.games)]
+            member, row, attempt, _, context = self.tries[len(self.games)]
             seed = request_seed(self.settings.seed, self.settings.generation, f"episode {row.id}")
-            context = self.settings.of(len(self.games))
             system = self.settings.system if context.system is None else context.system
             episode = self.episodes.begin(row.id, row.columns, system, seed)
-            self.games.append(_Game(member, row, episode, context))
+            self.games.append(_Game(member, row, attempt, episode, context))
             self._go_on(len(self.games) - 1, episode.start())
         self.running += len(taken)
         return taken if taken or self.running else None
@@ -204,8 +350,9 @@ class _Table:
             game.ending = after
             return
         turn = f" turn {len(game.replies)}" if game.replies else ""
-        seed = request_seed(self.settings.seed, self.settings.generation, f"{game.row.id}{turn}")
-        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages), after.tools))
+        seed = request_seed(self.settings.seed, self.settings.generation, f"{game.name}{turn}")
+        tools = after.tools if self.settings.tools else ()
+        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages), tools))
         room = self.settings.max_tokens
         if self.settings.tokens:
             room = min(room, self.settings.tokens - len(game.tokens))
@@ -218,21 +365,21 @@ class _Table:
 
 
 def _with_agents(
-    agents: Agents, rollouts: Sequence[Rollout], settings: Settings, progress: Progress | None
+    agents: Agents, tries: Sequence[_Try], settings: Settings, progress: Progress | None
 ) -> list[Trajectory]:
-    """Whole agent programs, one process a rollout."""
+    """Whole agent programs, one process an attempt."""
 
     def policy(place: int, row_id: str) -> Policy:
         return Policy(
             settings.max_tokens, settings.temperature, settings.seed, settings.generation, row_id,
-            max_requests=settings.turns, max_session_tokens=settings.tokens, context=settings.of(place),
+            max_requests=settings.turns, max_session_tokens=settings.tokens, context=tries[place][4],
             files=settings.files,
         )  # fmt: skip
 
-    asked = [(member, row.id, _given(row)) for member, row in rollouts]
+    asked = [(member, _name(row, attempt), _given(row)) for member, row, attempt, *_ in tries]
     played = agents.play(asked, policy, progress)
     found = []
-    for (member, row), p in zip(rollouts, played, strict=True):
+    for (member, row, *_), p in zip(tries, played, strict=True):
         end = p.ending
         said = end.messages
         texts = [str(m.get("content") or "") for m in said if m.get("role") == "assistant"]

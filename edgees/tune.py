@@ -548,7 +548,8 @@ class _Run:
         self.observer.on_message(f"{where}: excluded: {first}{more}")
 
     def evaluate(self, generation: int) -> None:
-        """Score the unperturbed centre on the held-out rows, greedily; keep it if it is the best so far."""
+        """Score the unperturbed centre on the held-out rows, greedily or with the run's attempts; keep it if it is the
+        best so far."""
         rows = self.setup.heldout()
         progress = self.progress(len(rows))
         settings = self.setup.replies(0, 0.0, self.context)
@@ -711,7 +712,7 @@ class _Run:
                 {
                     "row": t.row.id, "pair": t.member.pair, "sign": t.member.sign if t.member.amplitude else 0,
                     "reward": value if math.isfinite(value) else None, "outcome": t.outcome, "answer": t.completion,
-                    "context": context.digest, **_of_episode(t),
+                    "context": context.digest, **_of_episode(t), **_of_attempts(t),
                 },
                 ensure_ascii=False,
             )
@@ -836,6 +837,11 @@ def _of_episode(t: Trajectory) -> dict[str, Any]:
         "reason": t.reason, "fault": t.fault, "turns": t.turns, "tokens": len(t.tokens), "paid": t.reward,
         "parts": dict(t.parts), "messages": list(t.messages),
     }  # fmt: skip
+
+
+def _of_attempts(t: Trajectory) -> dict[str, Any]:
+    """What a trace tells of several attempts: every answer, and which of them counts."""
+    return {"attempts": [a.completion for a in t.attempts], "chosen": t.chosen} if t.attempts else {}
 
 
 def _texts(answers: Sequence[Trajectory]) -> dict[str, Any]:

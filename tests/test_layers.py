@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module imports only from rows above its own; modules in a row do not import each other. A name that is a package
 # (tasks) is one unit: its modules may import each other, but not in a circle.
 ROWS: list[list[str]] = [
-    ["__init__", "backends/__init__", "errors"],
+    ["__init__", "attempts", "backends/__init__", "errors"],
     ["children", "config", "cuda", "examples", "model_path", "native"],
-    ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "template", "tools"],
+    ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "recommend", "template", "tools"],
     ["nf4"],
     ["backends/base", "hf_files"],
     ["backends/streams", "delta", "gguf_from_hf", "ops"],

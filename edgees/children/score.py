@@ -1,9 +1,11 @@
 """Script of the scorer child: imports a user's file once and calls its functions on request.
 
 Options: one of {"file"}, {"regex"}, {"gym": {"name", "parameters"}}.
-Requests: {"op": "load", "name"} ("": whatever is meant) and {"op": "score", "name", "arguments": {...}}.
+Requests: {"op": "load", "name"} ("": whatever is meant), {"op": "score", "name", "arguments": {...}} and {"op":
+"extract", "completions"}.
 Answers to ``load``: {"name" ("": not there), "functions", "required"}; to ``score``: {"values": [[ok, number or
-reason]]}, or {"shape": words} for no list; to both {"error", "where", "trace"} where something was raised.
+reason]]}, or {"shape": words} for no list; to ``extract``: {"texts": [text or None]}, {"shape": words}, or {"nothing":
+True} where there is no such function; to all {"error", "where", "trace"} where something was raised.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ import protocol  # type: ignore[import-not-found]  # noqa: E402
 
 sys.path.pop(0)
 
+EXTRACT = "extract_answers"
+"""Name of a function, of a user's file too, that says what texts answer."""
+
 
 def load_file(path: str) -> ModuleType:
     sys.path.insert(0, os.path.dirname(path))
@@ -53,6 +58,7 @@ def own_functions(module: ModuleType) -> list[str]:
 
 def default_name(names: list[str]) -> str:
     """The function that is meant where none is named; "" if that is anybody's guess."""
+    names = [name for name in names if name != EXTRACT] or names
     return next((name for name in ("reward", "score") if name in names), names[0] if len(names) == 1 else "")
 
 
@@ -89,6 +95,27 @@ def regex_credit(compiled: re.Pattern[str], text: str, wanted: str | None) -> fl
     return 1.0 if compiled.fullmatch(text) else 0.5
 
 
+def regex_extract(pattern: str) -> Callable[[list[str]], list[str | None]]:
+    """What the pattern finds first: its group, where it has one, else all of it."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def extract(completions: list[str]) -> list[str | None]:
+        found = [compiled.search(text.strip()) for text in completions]
+        return [match and (match.group(min(compiled.groups, 1)) or "").strip() for match in found]
+
+    return extract
+
+
+def extracted(function: Callable[..., Any] | None, completions: list[str]) -> dict[str, Any]:
+    """{"texts": [text or None]}, {"nothing": True} where there is no function, {"shape": words} for what is no list."""
+    if not callable(function):
+        return {"nothing": True}
+    values = calling.values_of(function(completions))
+    if isinstance(values, str):
+        return {"shape": values}
+    return {"texts": [None if value is None else str(value) for value in values]}
+
+
 def gym_scorer(name: str, parameters: Mapping[str, Any]) -> Callable[..., list[float]]:
     import base64
     import pickle
@@ -116,6 +143,7 @@ def main() -> None:
             return
         if "regex" in options:
             functions["regex"] = regex_scorer(options["regex"])
+            functions[EXTRACT] = regex_extract(options["regex"])
         elif "gym" in options:
             functions["gym"] = gym_scorer(options["gym"]["name"], options["gym"]["parameters"])
         else:
@@ -132,6 +160,8 @@ def main() -> None:
                     return {"name": "", "functions": listed}
                 required = calling.parameters_of(functions[name])[1]
                 return {"name": name, "functions": listed, "required": required}
+            if request["op"] == "extract":
+                return extracted(functions.get(EXTRACT), request["completions"])
             answer: dict[str, Any] = calling.call(functions[request["name"]], request["arguments"])
             return answer
         except BaseException as error:  # SystemExit too: it must not end the loop
