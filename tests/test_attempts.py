@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,17 @@ def test_held_out_rows_are_played_as_in_tuning(tmp_path: Path) -> None:
         assert len({tuple(r.seed for r in call) for call in held}) == 1
 
 
+def test_a_run_asks_its_own_scorer(tmp_path: Path) -> None:
+    given = config(tmp_path / "run", attempts="majority:2", temperature=0.5)
+    with ExitStack() as stack:
+        setup = opening.open_setup(given, stack, task=replace(TASK, reward=("numeric",)))
+        made = setup.replies(0, 0.0)
+        one, other = made.vote(["so 7", "7.0"])
+        assert one is not None and one == other
+        assert made.judge is not None
+        assert made.judge([Trajectory(A, ROWS[0], "7"), Trajectory(A, ROWS[1], "7")]) == [1.0, 0.1]
+
+
 @pytest.mark.parametrize("how", ["best:4", "majority:3"])
 def test_weights_are_tuned_for_the_way_they_are_used(tmp_path: Path, how: str) -> None:
     """The toy climbs in its own currency. (Every number differs, so that a majority is the first reply.)"""
@@ -580,7 +592,8 @@ def test_exports_say_how_to_ask(run: Path, tmp_path: Path, capsys: pytest.Captur
     ]  # fmt: skip
     gguf.unlink()
     assert cli.run(["export", str(run), "--to", "gguf", "--out", str(tmp_path)]) == 2  # another file's advice
-    assert beside.name in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert beside.name in err and "writing" not in err  # found out before the work is done
 
     assert cli.run(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "hf"), "--verify"]) == 0
     config_ = json.loads((tmp_path / "hf/generation_config.json").read_text())
