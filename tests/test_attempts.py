@@ -148,7 +148,7 @@ def test_the_commonest_answer_ties_to_the_earliest_and_silence_has_no_vote() -> 
             ['{"a": 1, "b": [2]}', 'so: {"b": [2.0], "a": 1.0}', '{"a": true, "b": [2]}', "a is 1"],
             [0, 0, 1, None],
         ),
-        ([r"regex:answer is (\d+)"], ["the answer is 4", "4? answer is 4, then", "answer is 5", "4"], [0, 0, 1, None]),
+        ([r"regex:answer (?:is|=) (\d+)"], ["answer is 4", "4? answer = 4, then", "answer is 5", "4"], [0, 0, 1, None]),
         ([r"regex:\d+"], ["4 or 5", "4", "5", "four"], [0, 0, 1, None]),
         ([lambda **columns: [0.0], "numeric"], ["4", "so 4", "5"], [0, 0, 1]),  # the first that can say
         ([lambda **columns: [0.0]], ["so  4", "so 4", "4", " "], [0, 0, 1, None]),  # nobody can: the texts
