@@ -2,9 +2,9 @@
 
     {"attempts": "majority:5", "temperature": 0.7, "max_tokens": 64, "tools": true, "system": "..."}
 
-stands in a run's journal (header) and goes with every export: as ``recommended.json``, and in the form that each kind
-of program takes: Ollama's Modelfile beside a GGUF, ``generation_config.json`` beside safetensors. No program makes
-several attempts by itself, so these are told in words.
+stands in a run's journal (header) and goes with every export, the context in force put in (:func:`in_context`): as
+``recommended.json``, and in the form that each kind of program takes: Ollama's Modelfile beside a GGUF,
+``generation_config.json`` beside safetensors. No program makes several attempts by itself, so these are told in words.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from edgees.attempts import parse
+from edgees.context import Context
+from edgees.episodes import Message
 
 Recommended = Mapping[str, Any]
-"""attempts, temperature, max_tokens, tools, system; empty for a run that was begun before it was recorded."""
+"""attempts, temperature, max_tokens, tools, system, perhaps examples (messages that stand before the question); empty
+for a run that was begun before it was recorded."""
 _GREEDY_HAS_NOT = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def told(found: Recommended) -> str:
     """In words."""
     return parse(found["attempts"]).told(found["temperature"])
+
+
+def in_context(found: Recommended, context: Context) -> Recommended:
+    """The same with a context's system message, notes and examples."""
+    if not found:
+        return found
+    system = found["system"] if context.system is None else context.system
+    said = context.apply([{"role": "system", "content": system}] if system else [])
+    head = said.pop(0)["content"] if said and said[0]["role"] == "system" else system
+    return {**found, "system": head, **({"examples": said} if said else {})}
 
 
 def documents(found: Recommended, to: str, gguf: str | None) -> dict[str, str]:
@@ -45,12 +58,22 @@ def modelfile(found: Recommended, gguf: str) -> str:
     if found["temperature"]:
         lines += ["PARAMETER top_k 0", "PARAMETER top_p 1", "PARAMETER min_p 0"]
     lines.append(f"PARAMETER num_predict {found['max_tokens']}")
-    system = found["system"]
-    if system and '"""' not in system:
-        lines.append(f'SYSTEM """{system}"""')
-    elif system:
-        lines.append("# its system message has quotes that cannot stand here: see recommended.json")
+    said: list[Message] = [{"role": "system", "content": found["system"]}] if found["system"] else []
+    said += found.get("examples", [])
+    if all(_sayable(message) for message in said):
+        for message in said:
+            word = "SYSTEM" if message["role"] == "system" else f"MESSAGE {message['role']}"
+            lines.append(f'{word} """{message["content"]}"""')
+    else:
+        lines.append("# what stands before a question cannot be written here (quotes, or calls of tools): see the JSON")
     return "\n".join(lines) + "\n"
+
+
+def _sayable(message: Message) -> bool:
+    """Whether a Modelfile can hold it: text between three quotes."""
+    text = message.get("content")
+    plain = isinstance(text, str) and '"""' not in text and not text.endswith('"')
+    return plain and set(message) == {"role", "content"}
 
 
 def generation_config(found: Recommended, base: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.backends.toy import ToyEngine
 from edgees.config import Config, load
+from edgees.context import Context
 from edgees.delta import Delta
 from edgees.episodes import Ending
 from edgees.errors import Interrupted, RunError, ScorerError, UsageError
@@ -610,8 +611,25 @@ def test_greedy_advice_takes_the_bases_sampling_out() -> None:
     assert recommend.modelfile(found, "m.gguf").splitlines()[2:] == [
         "PARAMETER temperature 0", "PARAMETER repeat_penalty 1", "PARAMETER num_predict 32",
     ]  # fmt: skip
-    assert "SYSTEM" not in recommend.modelfile({**found, "system": 'say """'}, "m.gguf")
+    for hard in ('say """', 'say "so"'):  # a quote at the end would be a fourth
+        assert "SYSTEM" not in (text := recommend.modelfile({**found, "system": hard}, "m.gguf")) and "JSON" in text
     assert recommend.documents({}, "gguf", "m.gguf") == {}  # a run begun before it was recorded
+
+
+def test_advice_has_the_context_in_force() -> None:
+    shot = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"})
+    found = {"attempts": "single", "temperature": 0.0, "max_tokens": 8, "tools": True, "system": "Be brief."}
+    assert recommend.in_context(found, Context()) == found
+    assert recommend.in_context({}, Context(system="x")) == {}
+    full = recommend.in_context(found, Context(skills="- add", shots=(shot,)))
+    assert full["system"].startswith("Be brief.") and full["system"].endswith("- add")
+    assert full["examples"] == list(shot)
+    assert recommend.modelfile(full, "m.gguf").endswith('MESSAGE user """2+2?"""\nMESSAGE assistant """4"""\n')
+    assert recommend.in_context(found, Context(system="Own."))["system"] == "Own."
+    none = recommend.in_context({**found, "system": None}, Context(shots=(shot,)))
+    assert none["system"] is None and none["examples"] == list(shot)
+    call = ({"role": "user", "content": "buy"}, {"role": "assistant", "content": "", "tool_calls": []})
+    assert "MESSAGE" not in recommend.modelfile(recommend.in_context(found, Context(shots=(call,))), "m.gguf")
 
 
 def test_words() -> None:
