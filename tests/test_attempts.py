@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.backends.toy import ToyEngine
 from edgees.config import Config, load
+from edgees.context import Context
 from edgees.delta import Delta
 from edgees.episodes import Ending
 from edgees.errors import Interrupted, RunError, ScorerError, UsageError
@@ -152,7 +154,7 @@ def test_the_commonest_answer_ties_to_the_earliest_and_silence_has_no_vote() -> 
             ['{"a": 1, "b": [2]}', 'so: {"b": [2.0], "a": 1.0}', '{"a": true, "b": [2]}', "a is 1"],
             [0, 0, 1, None],
         ),
-        ([r"regex:answer is (\d+)"], ["the answer is 4", "4? answer is 4, then", "answer is 5", "4"], [0, 0, 1, None]),
+        ([r"regex:answer (?:is|=) (\d+)"], ["answer is 4", "4? answer = 4, then", "answer is 5", "4"], [0, 0, 1, None]),
         ([r"regex:\d+"], ["4 or 5", "4", "5", "four"], [0, 0, 1, None]),
         ([lambda **columns: [0.0], "numeric"], ["4", "so 4", "5"], [0, 0, 1]),  # the first that can say
         ([lambda **columns: [0.0]], ["so  4", "so 4", "4", " "], [0, 0, 1, None]),  # nobody can: the texts
@@ -424,6 +426,17 @@ def test_held_out_rows_are_played_as_in_tuning(tmp_path: Path) -> None:
         assert len({tuple(r.seed for r in call) for call in held}) == 1
 
 
+def test_a_run_asks_its_own_scorer(tmp_path: Path) -> None:
+    given = config(tmp_path / "run", attempts="majority:2", temperature=0.5)
+    with ExitStack() as stack:
+        setup = opening.open_setup(given, stack, task=replace(TASK, reward=("numeric",)))
+        made = setup.replies(0, 0.0)
+        one, other = made.vote(["so 7", "7.0"])
+        assert one is not None and one == other
+        assert made.judge is not None
+        assert made.judge([Trajectory(A, ROWS[0], "7"), Trajectory(A, ROWS[1], "7")]) == [1.0, 0.1]
+
+
 @pytest.mark.parametrize("how", ["best:4", "majority:3"])
 def test_weights_are_tuned_for_the_way_they_are_used(tmp_path: Path, how: str) -> None:
     """The toy climbs in its own currency. (Every number differs, so that a majority is the first reply.)"""
@@ -585,7 +598,8 @@ def test_exports_say_how_to_ask(run: Path, tmp_path: Path, capsys: pytest.Captur
     ]  # fmt: skip
     gguf.unlink()
     assert cli.run(["export", str(run), "--to", "gguf", "--out", str(tmp_path)]) == 2  # another file's advice
-    assert beside.name in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert beside.name in err and "writing" not in err  # found out before the work is done
 
     assert cli.run(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "hf"), "--verify"]) == 0
     config_ = json.loads((tmp_path / "hf/generation_config.json").read_text())
@@ -602,8 +616,25 @@ def test_greedy_advice_takes_the_bases_sampling_out() -> None:
     assert recommend.modelfile(found, "m.gguf").splitlines()[2:] == [
         "PARAMETER temperature 0", "PARAMETER repeat_penalty 1", "PARAMETER num_predict 32",
     ]  # fmt: skip
-    assert "SYSTEM" not in recommend.modelfile({**found, "system": 'say """'}, "m.gguf")
+    for hard in ('say """', 'say "so"'):  # a quote at the end would be a fourth
+        assert "SYSTEM" not in (text := recommend.modelfile({**found, "system": hard}, "m.gguf")) and "JSON" in text
     assert recommend.documents({}, "gguf", "m.gguf") == {}  # a run begun before it was recorded
+
+
+def test_advice_has_the_context_in_force() -> None:
+    shot = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"})
+    found = {"attempts": "single", "temperature": 0.0, "max_tokens": 8, "tools": True, "system": "Be brief."}
+    assert recommend.in_context(found, Context()) == found
+    assert recommend.in_context({}, Context(system="x")) == {}
+    full = recommend.in_context(found, Context(skills="- add", shots=(shot,)))
+    assert full["system"].startswith("Be brief.") and full["system"].endswith("- add")
+    assert full["examples"] == list(shot)
+    assert recommend.modelfile(full, "m.gguf").endswith('MESSAGE user """2+2?"""\nMESSAGE assistant """4"""\n')
+    assert recommend.in_context(found, Context(system="Own."))["system"] == "Own."
+    none = recommend.in_context({**found, "system": None}, Context(shots=(shot,)))
+    assert none["system"] is None and none["examples"] == list(shot)
+    call = ({"role": "user", "content": "buy"}, {"role": "assistant", "content": "", "tool_calls": []})
+    assert "MESSAGE" not in recommend.modelfile(recommend.in_context(found, Context(shots=(call,))), "m.gguf")
 
 
 def test_words() -> None:
