@@ -21,7 +21,7 @@ class Spent(Exception):
 
 
 class NoProposal(EdgeesError):
-    """An evolver has nothing to propose; the message says why."""
+    """An evolver has nothing to propose, or one thing less; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,6 @@ class Evolver(Protocol):
 
     name: str
 
-    def propose(self, situation: Situation) -> list[Candidate]:
-        """Candidates, best first; any exception costs this proposal only."""
+    def propose(self, situation: Situation) -> Sequence[Candidate | NoProposal]:
+        """Candidates, best first; any exception costs this proposal only. A NoProposal in the list tells of a
+        candidate, or a part of one, that came to nothing."""
