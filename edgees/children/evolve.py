@@ -2,10 +2,10 @@
 
 Options: {"memory": bytes that calls may take} and one of {"file"}, {"api": "openai" | "anthropic"}.
 Requests: {"op": "load", "name", "default"} and {"op": "call", "name", "arguments": {...}, "largest": characters}; of an
-API {"op": "ask", "model", "prompt", "tokens", "retries", "largest"}.
+API {"op": "open", "timeout", "retries"}, once, and {"op": "ask", "model", "prompt", "tokens", "largest"}.
 Answers to ``load``: {"name" ("": not there), "functions", "required"}; to ``call``: {"value"}, or {"shape": words} for
-what is not JSON or too large; to ``ask``: {"text"}, or {"shape"}. To all {"error", "where", "trace"} where something
-was raised. Nothing but ``ask`` touches a network, and address and key are what the API's own package reads.
+what is not JSON or too large; to ``open``: {}; to ``ask``: {"text"}, or {"shape"}. To all {"error", "where", "trace"}
+where something was raised. Only ``ask`` touches a network; address and key are what the API's own package reads.
 """
 
 from __future__ import annotations
@@ -93,9 +93,6 @@ def main() -> None:
             protocol.limit(int(options["memory"]))  # what the file imports may be large; a call of it may not
 
     def ask(request: dict[str, Any]) -> dict[str, Any]:
-        if not askers:
-            askers[""] = asker(options["api"], float(request["seconds"]), int(request["retries"]))
-            protocol.limit(int(options["memory"]))
         text, reason = askers[""](request["model"], request["prompt"], int(request["tokens"]))
         if not isinstance(text, str) or not text.strip():
             return {"shape": f"no text ({reason})"}
@@ -103,6 +100,10 @@ def main() -> None:
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         try:
+            if request["op"] == "open":
+                askers[""] = asker(options["api"], float(request["timeout"]), int(request["retries"]))
+                protocol.limit(int(options["memory"]))
+                return {}
             if request["op"] == "ask":
                 return ask(request)
             load()

@@ -21,7 +21,7 @@ from edgees.evolve.shots import Shots
 from edgees.evolve.skills import Skills
 
 __all__ = [
-    "Attempt", "Candidate", "Evolver", "NoProposal", "Proposal", "Situation", "Spent", "load", "propose",
+    "Attempt", "Candidate", "Evolver", "NoProposal", "Proposal", "Situation", "Spent", "close", "load", "propose",
 ]  # fmt: skip
 
 KNOWN = "shots, skills, prompt, FILE.py[:FUNCTION]"
@@ -53,6 +53,14 @@ def load(
         else:
             raise UsageError(f"{name!r} is no way to evolve a context", f"Known: {KNOWN}.")
     return found
+
+
+def close(evolvers: Sequence[Evolver]) -> None:
+    """End the processes that evolvers have, which otherwise happens at exit."""
+    for evolver in evolvers:
+        end = getattr(evolver, "close", None)
+        if callable(end):
+            end()
 
 
 def propose(evolvers: Sequence[Evolver], situation: Situation) -> Proposal:

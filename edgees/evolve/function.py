@@ -53,11 +53,11 @@ class UserFunction:
         self.spec, self._role, self._default, self._deadline = spec, role, default, deadline
         self._path = path.resolve()
         self._child = Child("evolve.py", {"file": str(self._path), "memory": MEMORY}, log=log)
-        self._loaded = False
+        self._loaded: int | None = None  # the process that has the file
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns, called with those of the arguments that it names. :raises FunctionFailed:"""
-        if not self._loaded:
+        if self._loaded is None or self._loaded != self._child.pid:
             self._load(arguments)
         request = {"op": "call", "name": self._function, "arguments": dict(arguments), "largest": LARGEST}
         answer = self._ask(request, self._deadline)
@@ -81,7 +81,7 @@ class UserFunction:
             raise FunctionFailed(
                 f"the {self._role} {self.spec} asks for {', '.join(missing)}; it is called with {', '.join(arguments)}"
             )
-        self._function, self._loaded = answer["name"], True
+        self._function, self._loaded = answer["name"], self._child.pid
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         name = f"the {self._role} {self.spec}"

@@ -27,8 +27,8 @@ from edgees.evolve.bounds import MARKS, control, shown
 from edgees.evolve.fence import described, fenced, rule_of, spoken, within
 from edgees.evolve.protocol import Attempt, Candidate, NoProposal, Situation, Spent
 
-CALLS = 48
-"""Rollouts of one proposal, at most."""
+CALLS = 50
+"""Rollouts of one proposal, at most: the first text on all rows, and three new ones that each come so far."""
 ROWS = 8
 """Rows that every text of the pool is scored on."""
 BATCH = 3
@@ -213,8 +213,9 @@ class _Adapter:
         self.failures: list[str] = []
 
     def stuck(self, state: Any) -> bool:
-        """gepa's stopper."""
-        return len(self.failures) >= FAILURES
+        """gepa's stopper: too many failures, or fewer rollouts left than a new text needs."""
+        needed = 2 * BATCH + len(state.prog_candidate_val_subscores[0])
+        return len(self.failures) >= FAILURES or self._played + needed > CALLS
 
     def context(self, text: str) -> Context:
         return self._situation.context if text == self._force else replace(self._situation.context, system=text)

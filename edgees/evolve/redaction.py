@@ -7,7 +7,6 @@ is best kept from a reflecting model elsewhere, or masked by a hook that knows t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from edgees.evolve.function import DEADLINE_S, FunctionFailed, UserFunction
@@ -22,7 +21,7 @@ _PATTERNS: list[tuple[str, re.Pattern[str]]] = [
     ("AWS key", re.compile(r"(?i)(?<=aws_secret_access_key)([\"']?\s*[:=]\s*[\"']?)[A-Za-z0-9/+=]{30,}")),
     ("token", re.compile(r"(?i)\b(?:bearer|basic)\s+(?=[\w.~+/=-]*\d)[\w.~+/-]{8,}=*")),
     ("password", re.compile(r"(?i)(?<=://)[^\s/:@]{1,80}:[^\s/@]{1,80}(?=@)")),
-    ("secret", re.compile(r"(?i)(?<![a-z])(?:api[_-]?key|secret|passw(?:or)?d|token)[\"']?\s*[:=]\s*[\"']?[^\s\"',;]{6,}")),
+    ("secret", re.compile(r"(?i)(?<![a-z])(?:api_?key|secret|password|token)[\"']?\s*[:=]\s*[\"']?[^\s\"',;]{6,}")),
     ("e-mail", re.compile(r"\b[\w.%+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")),
 ]  # fmt: skip
 
@@ -35,23 +34,32 @@ def masked(text: str) -> str:
     return text
 
 
-def open_redaction(
-    hook: str | None = None, *, folder: Path | None = None, deadline: float = DEADLINE_S, log: Path | None = None
-) -> Callable[[str], str]:
-    """text -> text that may be sent. hook: ``FILE.py[:FUNCTION]``, a function text -> text (named ``redact`` where
-    none is given) in a child process; what it returns is masked as well.
+class Redaction:
+    """text -> text that may be sent: what :func:`masked` makes of it, or of what a user's hook made of it.
 
-    :raises UsageError: there is no such file. The result raises :class:`FunctionFailed` where the hook fails: then
-        nothing may be sent.
+    hook: ``FILE.py[:FUNCTION]``, a function text -> text (named ``redact`` where none is given), in a child process.
+    folder: what a relative file is relative to. deadline: seconds that a call may take. log: file for what it prints.
+    :raises UsageError: there is no such file.
     """
-    if not hook:
-        return masked
-    function = UserFunction(hook, "redaction hook", "redact", folder=folder, deadline=deadline, log=log)
 
-    def redact(text: str) -> str:
-        said = function({"text": text})
+    def __init__(
+        self, hook: str | None = None, *, folder: Path | None = None, deadline: float = DEADLINE_S,
+        log: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._hook: UserFunction | None = None
+        if hook:
+            self._hook = UserFunction(hook, "redaction hook", "redact", folder=folder, deadline=deadline, log=log)
+
+    def __call__(self, text: str) -> str:
+        """:raises FunctionFailed: the hook failed; then nothing may be sent."""
+        if self._hook is None:
+            return masked(text)
+        said = self._hook({"text": text})
         if not isinstance(said, str):
-            raise FunctionFailed(f"the redaction hook {hook} returned {type(said).__name__} instead of a text")
+            raise FunctionFailed(f"the redaction hook {self._hook.spec} returned {type(said).__name__}, not a text")
         return masked(said)
 
-    return redact
+    def close(self) -> None:
+        """End the hook's process."""
+        if self._hook is not None:
+            self._hook.close()

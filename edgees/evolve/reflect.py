@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from edgees.children import Child, ChildDied, ChildTimeout
 from edgees.errors import EdgeesError, MissingExtra, UsageError
@@ -19,6 +19,8 @@ from edgees.evolve.redaction import masked
 
 DEADLINE_S = 120.0
 """Seconds a reply may take, retries included."""
+LOADING_S = 120.0
+"""Seconds that importing the API's package may take."""
 LARGEST = 1 << 16
 """Characters of a reply."""
 TOKENS = 4096
@@ -26,22 +28,32 @@ TOKENS = 4096
 RETRIES = 2
 """Further tries after a failed connection, a server's error (5xx) or "too many requests", as the packages do them."""
 MEMORY = 1 << 30
+"""Bytes that a call of an API may take."""
 KEYS: Mapping[str, tuple[str, ...]] = {
     "openai": ("OPENAI_API_KEY",), "anthropic": ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
 }  # fmt: skip
 
-Reflector = Callable[[str], str]
+Model = Callable[[str], str]
 
 
 class NoReply(EdgeesError):
     """The reflecting model gave no usable reply."""
 
 
+class Reflector(Protocol):
+    """A prompt -> a reply of 1 to ``LARGEST`` characters. :raises NoReply: there is none."""
+
+    def __call__(self, prompt: str, /) -> str: ...
+
+    def close(self) -> None:
+        """End what was started for it."""
+
+
 def open_reflector(
     name: str,
     *,
-    local: Reflector,
-    open_gguf: Callable[[Path], Reflector],
+    local: Model,
+    open_gguf: Callable[[Path], Model],
     redact: Callable[[str], str] = masked,
     deadline: float = DEADLINE_S,
     folder: Path | None = None,
@@ -50,14 +62,14 @@ def open_reflector(
     """A prompt -> a reply. name: ``self`` (``local``), a GGUF file (by ``open_gguf``), ``openai:MODEL`` or
     ``anthropic:MODEL``: address and key from the environment, as those packages read them.
 
-    redact: what every prompt to an API goes through (:func:`edgees.evolve.redaction.open_redaction`); where it raises,
+    redact: what every prompt to an API goes through (:class:`edgees.evolve.redaction.Redaction`); where it raises,
     nothing is sent. deadline: seconds for a reply of an API. folder: what a relative file is relative to.
     log: file for what the packages print (default: our stderr).
     The reply raises :class:`NoReply` where there is none, or more than ``LARGEST`` characters.
     :raises UsageError: an unknown name, no such file, no key. :raises MissingExtra: the package is not installed.
     """
     if name == "self":
-        return _bounded(local)
+        return _Local(local)
     api, colon, model = name.partition(":")
     if colon and api in KEYS:
         if not model:
@@ -74,20 +86,26 @@ def open_reflector(
     if path.suffix.lower() == ".gguf" or path.is_file():
         if not path.is_file():
             raise UsageError(f"the reflector's file {path} does not exist", "Paths are relative to the current folder.")
-        return _bounded(open_gguf(path))
+        return _Local(open_gguf(path))
     raise UsageError(f"{name!r} is no reflector", "Known: self, FILE.gguf, openai:MODEL, anthropic:MODEL.")
 
 
-def _bounded(model: Reflector) -> Reflector:
-    def reflect(prompt: str) -> str:
-        reply = model(prompt)
+class _Local:
+    """A model on this machine."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, prompt: str) -> str:
+        reply: Any = self._model(prompt)
         if not isinstance(reply, str) or not reply.strip():
             raise NoReply("the reflecting model replied nothing")
         if len(reply) > LARGEST:
             raise NoReply(f"the reflecting model's reply has {len(reply):,} characters, more than {LARGEST:,}")
         return reply
 
-    return reflect
+    def close(self) -> None:
+        """Whoever made the model ends it."""
 
 
 class _ByApi:
@@ -96,16 +114,21 @@ class _ByApi:
     def __init__(self, api: str, model: str, redact: Callable[[str], str], deadline: float, log: Path | None) -> None:
         self._name, self._model, self._redact, self._deadline = f"{api}:{model}", model, redact, deadline
         self._child = Child("evolve.py", {"api": api, "memory": MEMORY}, log=log)
+        self._opened: int | None = None  # the process that has the package
 
     def __call__(self, prompt: str) -> str:
         safe = self._redact(prompt)
-        request: dict[str, Any] = {
-            "op": "ask", "model": self._model, "prompt": safe, "tokens": TOKENS, "retries": RETRIES, "largest": LARGEST,
-        }  # fmt: skip
+        if self._opened is None or self._opened != self._child.pid:  # importing the package is not the model's time
+            self._ask({"op": "open", "timeout": self._deadline, "retries": RETRIES}, LOADING_S)
+            self._opened = self._child.pid
+        request = {"op": "ask", "model": self._model, "prompt": safe, "tokens": TOKENS, "largest": LARGEST}
+        return str(self._ask(request, self._deadline)["text"])
+
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         try:
-            answer = self._child.call(request, self._deadline)
+            answer = self._child.call(request, seconds)
         except ChildTimeout as error:
-            raise NoReply(f"no reply of {self._name} within {self._deadline:g} s") from error
+            raise NoReply(f"no reply of {self._name} within {seconds:g} s") from error
         except (ChildDied, TypeError, ValueError) as error:
             raise NoReply(f"no reply of {self._name}: {error}") from error
         assert isinstance(answer, dict)
@@ -113,8 +136,7 @@ class _ByApi:
             raise NoReply(f"no reply of {self._name}: {masked(str(answer['error']))[:300]}")
         if "shape" in answer:
             raise NoReply(f"the reply of {self._name} cannot be used: {shown(answer['shape'])}")
-        return str(answer["text"])
+        return answer
 
     def close(self) -> None:
-        """End its process."""
         self._child.close()
