@@ -417,7 +417,9 @@ def test_the_prompt_is_bounded_in_tokens() -> None:
     model = Model(REPLY)
     attempts = [answered(f"w{i}", f"q{i}", "w " * 390, float(i == 0)) for i in range(20)]
     skilled(model, attempts=attempts)
-    assert len(model.asked[0].split()) < 1400
+    assert 1000 < len(model.asked[0].split()) < 1400
+    skilled(model, attempts=attempts, room=1200)
+    assert len(model.asked[1].split()) < 700
 
 
 # -- injection -------------------------------------------------------------------------------------------------------

@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from edgees.context import cleaned
 from edgees.episodes import transcript
-from edgees.evolve.protocol import Attempt
+from edgees.evolve.protocol import Attempt, Situation
 
 LONGEST = 800
 """Characters of a try that are shown; of a longer one its beginning and its end."""
 TOKENS = 1200
 """Tokens of all tries together."""
+FRAME = 320
+"""Tokens of a prompt beside tries and context: what is asked, the fences."""
 _CUT = " [...] "
 
 
@@ -61,13 +63,14 @@ def shortened(text: str, length: int = LONGEST) -> str:
     return text[:half] + _CUT + text[-half:]
 
 
-def within(texts: Sequence[str], count: Callable[[str], int], most: int = TOKENS) -> list[str]:
-    """The first texts that have ``most`` tokens together; at least one, if there is any."""
+def within(texts: Sequence[str], situation: Situation) -> list[str]:
+    """The first texts that have ``TOKENS`` together, fewer where the reflecting model has less room; at least one."""
+    count = situation.count
+    most = min(TOKENS, situation.room - FRAME - situation.limit) if situation.room else TOKENS
     taken: list[str] = []
-    room = most
     for text in texts:
-        room -= count(text)
-        if room < 0 and taken:
+        most -= count(text)
+        if most < 0 and taken:
             break
         taken.append(text)
     return taken

@@ -269,7 +269,7 @@ class _Adapter:
         situation = self._situation
         reflect = situation.reflect
         assert reflect is not None
-        texts = within([described(attempt, i) for i, attempt in enumerate(tries, 1)], situation.count)
+        texts = within([described(attempt, i) for i, attempt in enumerate(tries, 1)], situation)
         data, mark = fenced([f"System message:\n{present or '(none)'}", *texts], situation.seed)
         reply = reflect(
             f"The system message of an assistant is to be improved. Below stand the present one and tries made with "

@@ -53,6 +53,7 @@ class Situation:
     count: tokens of a text. limit: tokens that system message, notes and examples may have together.
     wanted: most candidates that are of use. seed: of every choice made by chance.
     folder: for state that lasts, this proposal's own; before: that of the evolver's previous proposal.
+    room: tokens that a prompt to the reflecting model may have; 0: not known.
     """
 
     context: Context
@@ -66,6 +67,7 @@ class Situation:
     seed: int
     folder: Path | None = None
     before: Path | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True)

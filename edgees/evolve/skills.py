@@ -65,7 +65,7 @@ def prompt(situation: Situation) -> tuple[str, str]:
     shown_tries = chosen(situation.attempts, situation.seed)
     if not shown_tries:
         raise NoProposal("there are no tries to learn from")
-    texts = within([described(attempt, i) for i, attempt in enumerate(shown_tries, 1)], situation.count)
+    texts = within([described(attempt, i) for i, attempt in enumerate(shown_tries, 1)], situation)
     present = situation.context.skills or "(none)"
     data, mark = fenced([*texts, f"Rules in force:\n{present}"], situation.seed)
     return (
