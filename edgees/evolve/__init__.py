@@ -137,7 +137,8 @@ def _in_turn(made: Sequence[Sequence[_Made]]) -> Iterator[_Made]:
 
 def _words(error: Exception) -> str:
     if isinstance(error, Spent):
-        return "the rollouts that evolving may have are used up"
+        more = f": {error}" if str(error) else ""
+        return f"the rollouts that evolving may have are used up{more}"
     if isinstance(error, (EdgeesError, ValueError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"

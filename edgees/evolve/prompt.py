@@ -281,7 +281,7 @@ class _Adapter:
         if not isinstance(reply, str):
             raise NoProposal(f"the reflecting model replied with {shown(repr(reply))}, no text")
         text = _message_in(reply)
-        if not text or mark in text:
+        if not text or mark.casefold() in text.casefold():
             raise NoProposal(f"there is no system message in the reply {shown(reply)}")
         if mark_found := control(text):
             raise NoProposal(f"the new system message holds what looks like a control token: {shown(mark_found)}")

@@ -111,7 +111,7 @@ def rules(reply: str, mark: str, told: list[NoProposal]) -> list[str]:
             told.append(NoProposal(f"left out, as it holds what looks like a control token: {shown(rule)}"))
         elif len(rule) > LONGEST:
             told.append(NoProposal(f"left out, as it has {len(rule):,} characters: {shown(rule)}"))
-        elif mark not in rule:
+        elif mark.casefold() not in rule.casefold():
             found.append(rule)
         if len(told) > NEW:
             break
