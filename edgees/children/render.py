@@ -75,7 +75,7 @@ def main() -> None:
     environment = build(clock)
     environment.from_string("{{ messages }}").render(messages=[])  # lazy imports happen before memory is limited
     templates: dict[str, jinja2.Template] = {}
-    limit(int(options["memory"]))
+    protocol.limit(int(options["memory"]))
     largest = int(options["largest"])
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
@@ -105,19 +105,6 @@ def main() -> None:
             return {"error": f"{error}", "type": type(error).__name__, "kind": "template"}
 
     protocol.serve(handle, traced=False)
-
-
-def limit(size: int) -> None:
-    """Bytes of address space beyond what is in use now; 0: none. A no-op where the system has no such limit."""
-    try:
-        import resource
-
-        with open("/proc/self/statm", "rb") as file:
-            in_use = int(file.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError, ValueError):
-        return
-    # The deadline's and the watcher's threads reserve stacks of 8 MiB and an arena of 64 MiB each.
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + size + (256 << 20), resource.RLIM_INFINITY))
 
 
 main()

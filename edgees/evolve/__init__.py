@@ -6,7 +6,7 @@ hangs until its deadline, writes garbage or a megabyte, obeys what stood in a tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,53 @@ from typing import Any
 from edgees.context import Context
 from edgees.errors import EdgeesError, Interrupted, UsageError
 from edgees.evolve.bounds import admitted, fitted, shown
+from edgees.evolve.function import DEADLINE_S, FunctionEvolver
+from edgees.evolve.prompt import Prompt
 from edgees.evolve.protocol import Attempt, Candidate, Evolver, NoProposal, Proposal, Situation, Spent
 from edgees.evolve.shots import Shots
+from edgees.evolve.skills import Skills
 
 __all__ = [
-    "Attempt", "Candidate", "Evolver", "NoProposal", "Proposal", "Situation", "Spent", "load", "propose",
+    "Attempt", "Candidate", "Evolver", "NoProposal", "Proposal", "Situation", "Spent", "close", "load", "propose",
 ]  # fmt: skip
 
-KNOWN = "shots"
+KNOWN = "shots, skills, prompt, FILE.py[:FUNCTION]"
+_WAYS: Mapping[str, Callable[[], Evolver]] = {"shots": Shots, "skills": Skills, "prompt": Prompt}
 MOST = 32
 """Candidates that are looked at from one evolver."""
+_Made = tuple[str, Candidate | NoProposal]
 LINE = 300
 """Characters of an origin and of a failure."""
 
 
-def load(names: Sequence[str], *, folder: Path | None = None) -> list[Evolver]:
-    """Evolvers from their names.
+def load(
+    names: Sequence[str], *, folder: Path | None = None, deadline: float = DEADLINE_S, log: Path | None = None
+) -> list[Evolver]:
+    """Evolvers from their names: ``shots``, ``skills``, ``prompt``, or a user's function ``FILE.py[:FUNCTION]``.
 
-    folder: what relative files are relative to (default: the current one). Nothing is started.
-    :raises UsageError: an unknown name, or one twice.
+    folder: what relative files are relative to (default: the current one). deadline: seconds that a call of a user's
+    function may take. log: file for what it prints (default: our stderr). Nothing is started.
+    :raises UsageError: an unknown name, or one twice. :raises MissingExtra: ``prompt`` without the package gepa.
     """
     found: list[Evolver] = []
     for name in names:
         if name in {evolver.name for evolver in found}:
             raise UsageError(f"{name!r} is named twice among what evolves", "Name each way once.")
-        if name == "shots":
-            found.append(Shots())
+        if name in _WAYS:
+            found.append(_WAYS[name]())
+        elif ".py" in name:
+            found.append(FunctionEvolver(name, folder=folder, deadline=deadline, log=log))
         else:
             raise UsageError(f"{name!r} is no way to evolve a context", f"Known: {KNOWN}.")
     return found
+
+
+def close(evolvers: Sequence[Evolver]) -> None:
+    """End the processes that evolvers have, which otherwise happens at exit."""
+    for evolver in evolvers:
+        end = getattr(evolver, "close", None)
+        if callable(end):
+            end()
 
 
 def propose(evolvers: Sequence[Evolver], situation: Situation) -> Proposal:
@@ -53,7 +71,7 @@ def propose(evolvers: Sequence[Evolver], situation: Situation) -> Proposal:
     :class:`~edgees.errors.Interrupted`.
     """
     failures: dict[str, None] = {}  # in order, each once
-    made: list[list[tuple[str, Candidate]]] = []
+    made: list[list[_Made]] = []
     for evolver in evolvers:
         said = _asked(evolver, situation, failures)
         made.append([(evolver.name, candidate) for candidate in said])
@@ -79,7 +97,7 @@ def propose(evolvers: Sequence[Evolver], situation: Situation) -> Proposal:
     return Proposal(tuple(candidates), tuple(failures))
 
 
-def _asked(evolver: Evolver, situation: Situation, failures: dict[str, None]) -> list[Candidate]:
+def _asked(evolver: Evolver, situation: Situation, failures: dict[str, None]) -> list[Candidate | NoProposal]:
     try:
         said: Any = evolver.propose(situation)
     except Interrupted:
@@ -95,8 +113,10 @@ def _asked(evolver: Evolver, situation: Situation, failures: dict[str, None]) ->
     return list(said[:MOST])
 
 
-def _bounded(candidate: Candidate, situation: Situation) -> tuple[Context, list[str], str]:
+def _bounded(candidate: Candidate | NoProposal, situation: Situation) -> tuple[Context, list[str], str]:
     """(its context as it may be tried, what was left out, its origin). Raises whatever is wrong with it."""
+    if isinstance(candidate, NoProposal):
+        raise candidate
     if not isinstance(candidate, Candidate) or not isinstance(candidate.context, Context):
         raise ValueError(f"{shown(repr(candidate))} is no candidate")
     raw = candidate.context
@@ -110,14 +130,15 @@ def _bounded(candidate: Candidate, situation: Situation) -> tuple[Context, list[
     return context, told, _line("; ".join(part for part in (str(candidate.origin), less) if part))
 
 
-def _in_turn(made: Sequence[Sequence[tuple[str, Candidate]]]) -> Iterator[tuple[str, Candidate]]:
+def _in_turn(made: Sequence[Sequence[_Made]]) -> Iterator[_Made]:
     for row in zip_longest(*made):
         yield from (one for one in row if one is not None)
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, Spent):
-        return "the rollouts that evolving may have are used up"
+        more = f": {error}" if str(error) else ""
+        return f"the rollouts that evolving may have are used up{more}"
     if isinstance(error, (EdgeesError, ValueError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"

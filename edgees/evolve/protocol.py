@@ -21,7 +21,7 @@ class Spent(Exception):
 
 
 class NoProposal(EdgeesError):
-    """An evolver has nothing to propose; the message says why."""
+    """An evolver has nothing to propose, or one thing less; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Situation:
     count: tokens of a text. limit: tokens that system message, notes and examples may have together.
     wanted: most candidates that are of use. seed: of every choice made by chance.
     folder: for state that lasts, this proposal's own; before: that of the evolver's previous proposal.
+    room: tokens that a prompt to the reflecting model may have; 0: not known.
     """
 
     context: Context
@@ -66,6 +67,7 @@ class Situation:
     seed: int
     folder: Path | None = None
     before: Path | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,5 +91,6 @@ class Evolver(Protocol):
 
     name: str
 
-    def propose(self, situation: Situation) -> list[Candidate]:
-        """Candidates, best first; any exception costs this proposal only."""
+    def propose(self, situation: Situation) -> Sequence[Candidate | NoProposal]:
+        """Candidates, best first; any exception costs this proposal only. A NoProposal in the list tells of a
+        candidate, or a part of one, that came to nothing."""
