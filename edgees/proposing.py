@@ -16,8 +16,11 @@ from typing import Any
 
 from edgees import evolve, rewards, rollout
 from edgees.backends.base import CENTRE, Engine, Request
+from edgees.config import Config
 from edgees.context import Context
 from edgees.errors import UsageError
+from edgees.evolve import reflect
+from edgees.evolve.redaction import Redaction
 from edgees.history import History
 from edgees.opening import Setup, open_engine
 from edgees.population import RowOrder, request_seed
@@ -31,6 +34,34 @@ SHOWN = 96
 """Training rows whose reference answers evolvers see where nothing was answered yet."""
 
 
+def opened(
+    config: Config,
+    stack: ExitStack,
+    local: Callable[[str], str],
+    open_gguf: Callable[[Path], Callable[[str], str]],
+    folder: Path | None = None,
+) -> tuple[list[evolve.Evolver], reflect.Reflector]:
+    """Evolvers and reflecting model of a configuration, closed with ``stack``. folder: the run's, for logs.
+
+    :raises UsageError: there is no such evolver, model or hook. :raises MissingExtra: its package is missing.
+    """
+    log = folder and folder / "evolve.log"
+    evolvers = evolve.load(config.evolve, log=log)
+    stack.callback(evolve.close, evolvers)
+    redact = Redaction(config.redact or None, log=log)
+    stack.callback(redact.close)
+    reflector = reflect.open_reflector(config.reflector, local=local, open_gguf=open_gguf, redact=redact, log=log)
+    stack.callback(reflector.close)
+    return evolvers, reflector
+
+
+def check(config: Config) -> None:
+    """:raises UsageError, MissingExtra: as :func:`opened`, before anything dear is done."""
+    if config.evolve:
+        with ExitStack() as stack:
+            opened(config, stack, lambda prompt: "", lambda path: lambda prompt: "")
+
+
 class Proposer:
     """Proposals of a run. ``spent``: rollouts and tokens of the one under way."""
 
@@ -41,11 +72,7 @@ class Proposer:
         self.rollouts = self.tokens = 0
         self._stack = stack
         self._gguf: Engine | None = None
-        self.evolvers = evolve.load(c.evolve)
-        for evolver in self.evolvers:
-            if (close := getattr(evolver, "close", None)) is not None:
-                stack.callback(close)
-        self._reflect = self._reply_of(setup.engine)
+        self.evolvers, self._reflect = opened(c, stack, self._reply_of(setup.engine), self._open_gguf, folder)
         self._rows = {row.id: row for row in setup.task.train}
 
     def propose(self, generation: int, context: Context, wanted: int) -> dict[str, Any]:

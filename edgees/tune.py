@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from edgees import config, report, rewards, rollout, watch
+from edgees import config, proposing, report, rewards, rollout, watch
 from edgees import probe as probing
 from edgees.backends.base import CENTRE, Engine, Member, Progress, Request, Score
 from edgees.checkpoint import (
@@ -109,6 +109,7 @@ def tune(
     """
     with ExitStack() as stack:
         observer = observer or Observer()
+        proposing.check(config)
         setup = open_setup(config, stack, engine, task, scorer)
         spec = spec_of(setup.config, setup.engine)
         _require_space(setup.config, spec)
@@ -167,6 +168,7 @@ def rehearse(
     seconds (expected), sample ({"row", "answer", "reward"}), warnings.
     """
     with ExitStack() as stack:
+        proposing.check(config)
         setup = open_setup(config, stack, engine, task, scorer)
         c, task = setup.config, setup.task
         spec = spec_of(c, setup.engine)

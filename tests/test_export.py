@@ -138,7 +138,9 @@ def test_verify_catches_what_is_not_the_scored_model(
 
     write = merge.write_gguf
     with monkeypatch.context() as patch:  # case 9: eight bits were asked for
-        patch.setattr(merge, "write_gguf", lambda effective, path, _, moments, template: write(effective, path, "F16", moments))
+        patch.setattr(
+            merge, "write_gguf", lambda effective, path, _, moments, template: write(effective, path, "F16", moments)
+        )
         patch.setattr(Effective, "rows", rows)
         made = export.export(run, "gguf", tmp_path / "wide", verify=True)
     assert made["type"] == "Q8_0" and made["verify"]["failed"] == ["types"]

@@ -1,0 +1,264 @@
+"""Contexts that evolve with the weights, in the loop: each found where it matters, resumed exactly, robust to evolvers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgees import config, report, rollout, tune
+from edgees.backends.base import CENTRE, Completion, Request
+from edgees.backends.toy import ToyEngine
+from edgees.config import Config
+from edgees.context import Context
+from edgees.delta import Delta
+from edgees.episodes import Ask, Ending
+from edgees.errors import Interrupted, UsageError
+from edgees.history import History
+from edgees.report import Observer
+from edgees.tasks.rows import Row, Task
+
+GOOD, BAD = "Be helpful.", "Be rude."
+EVOLVER = f"""
+def propose(context, attempts, seed):
+    return [{GOOD!r}, {BAD!r}, f"Think of {{seed}}."]
+"""
+
+
+class Table:
+    """Episodes of one reply. ``pays``: (system message, number that was said) -> reward."""
+
+    def __init__(self, pays: Any) -> None:
+        self.pays = pays
+
+    def begin(self, row_id: str, columns: Mapping[str, Any], system: str | None, seed: int) -> Play:
+        return Play(self.pays, system, int(row_id[1:]))
+
+    def close(self) -> None: ...
+
+
+class Play:
+    def __init__(self, pays: Any, system: str | None, row: int) -> None:
+        self.pays, self.system, self.row = pays, system, row
+        self.messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": f"question {row}"},)
+
+    def start(self) -> Ask | Ending:
+        return Ask(self.messages)
+
+    def reply(self, text: str, outcome: str) -> Ask | Ending:
+        said = (*self.messages, {"role": "assistant", "content": text})
+        return Ending(self.pays(self.system, float(text), self.row), messages=said)
+
+    def abandon(self, reason: str) -> Ending:
+        return Ending(None)
+
+
+def only_context(system: str | None, value: float, row: int) -> float:
+    return {GOOD: 1.0, BAD: -1.0}.get(system or "", 0.0) + row % 7
+
+
+def only_weights(system: str | None, value: float, row: int) -> float:
+    return -abs(value - 1.5)
+
+
+def task(pays: Any) -> Task:
+    rows = [Row(f"r{i}", (), {"item": i}) for i in range(60)]
+    return Task("talk", tuple(rows[:48]), tuple(rows[48:]), episodes=lambda: Table(pays), max_tokens=16)
+
+
+def settings(run: Path, evolver: str = EVOLVER, **more: Any) -> Config:
+    file = run.parent / "evolver.py"
+    file.write_text(evolver)
+    given = {
+        "engine": "toy", "model": "toy", "run": str(run), "pairs": 8, "rows": 4, "groups": 2, "generations": 8,
+        "evolve": [str(file)], "evolve_every": 2,
+    }  # fmt: skip
+    return config.load(None, given | more)
+
+
+class Heard(Observer):
+    def __init__(self, stop_after: int = -1) -> None:
+        self.texts: list[str] = []
+        self.stop_after = stop_after
+
+    def on_generation(self, record: Any) -> None:
+        if record["generation"] == self.stop_after:
+            signal.raise_signal(signal.SIGINT)
+
+    def on_message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def journal(run: Path) -> list[Any]:
+    return [
+        {k: v for k, v in json.loads(text).items() if k != "seconds"}
+        for text in (run / "history.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "plot", lambda run, rows: None)
+
+
+def test_where_only_the_context_matters_it_is_found_and_the_weights_stay(tmp_path: Path) -> None:
+    run, heard = tmp_path / "run", Heard()
+    result = tune.tune(settings(run), task=task(only_context), observer=heard)
+    history = History.open(run / "history.jsonl")
+    assert history.context(history.generation).system == GOOD
+    assert not any(any(line["coefs"]) for line in history.lines)  # every one of its rewards is the context's doing
+    assert result.base is not None and result.best == pytest.approx(result.base + 1.0)
+    assert history.evals[-1]["context"] == history.context(history.generation).digest
+    assert any("adopted" in text for text in heard.texts)
+    assert json.loads((run / "context.json").read_text())["system"] == GOOD
+    bad = Context(system=BAD).digest
+    assert any(bad in line.get("trial", {}).get("dropped", []) for line in history.lines)
+    assert not any(line.get("trial", {}).get("adopted") == bad for line in history.lines)
+
+
+def test_where_only_the_weights_matter_no_context_is_adopted(tmp_path: Path) -> None:
+    """Episodes that are paid for the number alone; replies do not depend on the system message (Play leaves it out)."""
+    run = tmp_path / "run"
+    found = tune.tune(settings(run, pairs=16, generations=20, sigma=0.1, lr=0.3), task=task(only_weights))
+    history = History.open(run / "history.jsonl")
+    assert history.proposals and any("trial" in line for line in history.lines)
+    assert history.context(history.generation) == Context()
+    assert found.base is not None and found.best is not None and found.best > found.base + 0.1
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_killed_in_the_middle_of_a_trial_it_decides_the_same(tmp_path: Path, after: int) -> None:
+    whole, halved = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    pays = lambda system, value, row: only_context(system, value, row) * 0.2 + only_weights(system, value, row)  # noqa: E731
+    for run in (whole, halved):
+        run.parent.mkdir()
+    tune.tune(settings(whole, generations=6), task=task(pays))
+    with pytest.raises(Interrupted):
+        tune.tune(settings(halved, generations=6), task=task(pays), observer=Heard(after))
+    assert len(journal(halved)) < len(journal(whole))
+    tune.resume(halved, task=task(pays))
+    one, other = journal(whole)[1:], journal(halved)[1:]
+    assert one == other
+    assert any(entry.get("trial", {}).get("adopted") for entry in one)
+    assert (whole / "delta.safetensors").read_bytes() == (halved / "delta.safetensors").read_bytes()
+    shutil.copytree(halved, tmp_path / "c")
+    (tmp_path / "c" / "context.json").unlink()  # what people read is made anew from the journal
+    tune.resume(tmp_path / "c", task=task(pays))
+    assert json.loads((tmp_path / "c" / "context.json").read_text())["system"] == GOOD
+
+
+@pytest.mark.parametrize(
+    ("evolver", "reason"),
+    [
+        ("def propose(context, attempts, seed):\n    raise RuntimeError('no idea')", "no idea"),
+        ("def propose(context, attempts, seed):\n    return 7", "7"),
+        ("def propose(context, attempts, seed):\n    return ['x' * 1_000_000]", "tokens"),
+        ("def propose(context, attempts, seed):\n    import os\n    os._exit(3)", "evolver"),
+    ],
+)
+def test_an_evolver_that_fails_costs_its_proposal_only(tmp_path: Path, evolver: str, reason: str) -> None:
+    run, heard = tmp_path / "run", Heard()
+    tune.tune(settings(run, evolver, generations=3), task=task(only_weights), observer=heard)
+    history = History.open(run / "history.jsonl")
+    assert history.generation == 3
+    assert [p["candidates"] for p in history.proposals] == [[], []]
+    assert all(reason in p["failures"][0] for p in history.proposals)
+    assert any(text.startswith("proposal failed: ") for text in heard.texts)
+
+
+def test_contexts_alone(tmp_path: Path) -> None:
+    """scope none: members are alike, rows are played in pairs, nothing is learned, and it ends when nothing is new."""
+    run, heard = tmp_path / "run", Heard()
+    result = tune.tune(settings(run, scope="none", generations=30), task=task(only_context), observer=heard)
+    history = History.open(run / "history.jsonl")
+    assert history.context(history.generation).system == GOOD
+    assert result.best == pytest.approx((result.base or 0.0) + 1.0)
+    with Delta.open(run / "delta.safetensors", write=False) as delta:
+        assert delta.drift() == 0.0
+    assert history.generation < 30 or history.proposals[-1]["candidates"]
+    stuck = tmp_path / "stuck"
+    one = "def propose(context, attempts, seed):\n    return ['The same.']"
+    tune.tune(settings(stuck, one, scope="none", generations=99), task=task(only_context), observer=heard)
+    assert History.open(stuck / "history.jsonl").generation < 99
+    assert any("nothing new to try" in text for text in heard.texts)
+
+
+def test_the_file_to_begin_with(tmp_path: Path) -> None:
+    notes, run = tmp_path / "SKILL.md", tmp_path / "run"
+    notes.write_text("- Say please.\n")
+    asked: list[Request] = []
+
+    class Listening(ToyEngine):
+        def generate(self, requests: Any, progress: Any = None) -> list[Completion]:
+            asked.extend(requests)
+            return super().generate(requests, progress)
+
+    rows = [Row.plain(f"r{i}", f"question {i}", "1.5") for i in range(20)]
+    answering = Task("t", tuple(rows[:15]), tuple(rows[15:]), (lambda completions, **_: [1.0] * len(completions),),
+                     max_tokens=16)  # fmt: skip
+    made = config.load(
+        None,
+        {"engine": "toy", "model": "toy", "run": str(run), "pairs": 2, "generations": 1, "context_file": str(notes)},
+    )
+    tune.tune(made, engine=Listening(), task=answering)
+    assert History.open(run / "history.jsonl").context(0) == Context(skills="- Say please.")
+    played = [bytes(t for t in r.prompt if t < 256).decode() for r in asked if len(r.prompt) > 40]
+    assert any("Say please." in text and "question" in text for text in played)
+    notes.write_text("- Say nothing.\n")  # the journal has what the run began with
+    tune.resume(run, engine=ToyEngine(), task=answering)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"pairs": 4}, "evolve needs 4 pairs in each of the 2 groups"),
+        ({"evolve": ["luck"]}, "'luck' is no way to evolve a context"),
+        ({"evolve": [], "scope": "none"}, "nothing else evolves"),
+        ({"scope": "none", "antithetic": True}, "no plus and minus"),
+        ({"reflector": "nothing.gguf"}, "nothing.gguf"),
+        ({"redact": "nowhere.py"}, "nowhere.py"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        tune.tune(settings(tmp_path / "run", **more), task=task(only_context))
+    assert said in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_members_of_both_arms_are_told_so(tmp_path: Path) -> None:
+    """The traces name the context of each rollout: half of a group's on each row, by turns."""
+    run = tmp_path / "run"
+    tune.tune(settings(run, generations=1), task=task(only_context))
+    told = [json.loads(line) for line in (run / "traces/000000.jsonl").read_text().splitlines()]
+    for row in {t["row"] for t in told}:
+        contexts = [t["context"] for t in told if t["row"] == row]
+        assert sorted(np.unique(contexts, return_counts=True)[1]) == [2, 2]
+
+
+def test_contexts_by_place_in_a_call() -> None:
+    """Rollouts of one call may have a context each, and answers are those of calls of their own."""
+    rows = [Row.plain(f"r{i}", f"question {i}") for i in range(3)]
+    contexts = [Context(), Context(skills="- a"), Context(shots=(({"role": "user", "content": "question 2"},),))]
+
+    def settings_of(some: list[Context]) -> rollout.Settings:
+        return rollout.Settings(
+            max_tokens=16, conversation=lambda row, context: context.apply(row.messages), contexts=some
+        )
+
+    engine = ToyEngine()
+    rollouts = rollout.every([CENTRE], rows)
+    together = [t.completion for t in rollout.play(engine, rollouts, settings_of(contexts))]
+    alone = [
+        rollout.play(engine, [one], settings_of([context]))[0].completion
+        for one, context in zip(rollouts, contexts, strict=True)
+    ]
+    assert together == alone
+    bare = [t.completion for t in rollout.play(engine, rollouts, settings_of([Context()] * 3))]
+    assert together[1] != bare[1] and together[2] == bare[2]  # an example that asks the very question is left out
