@@ -183,6 +183,8 @@ def test_evolvers_take_turns_and_duplicates_go() -> None:
     assert [c.origin for c in found.candidates] == ["a1", "a2", "b2"]
     assert found.failures == ("fixed: b1: the same as another candidate (a1)",)
     assert [c.origin for c in evolve.propose([a, b], situation(wanted=1)).candidates] == ["a1"]
+    c = Fixed(lambda s: [Candidate(Context(system="4"), "c1")])
+    assert [found.origin for found in evolve.propose([a, c], situation(wanted=2)).candidates] == ["a1", "c1"]
 
 
 @pytest.mark.parametrize("names", [["nothing"], ["shots", "shots"], [""]])
@@ -223,6 +225,15 @@ def test_the_seed_decides() -> None:
     }
     again = [c.context.digest for c in evolve.propose([Shots()], situation(attempts, seed=3)).candidates]
     assert again == sets[3] and len({tuple(s) for s in sets.values()}) > 3
+    firsts = [evolve.propose([Shots()], situation(attempts, seed=seed, wanted=1)).candidates for seed in range(12)]
+    assert {len(found[0].context.shots) for found in firsts} == {2, 4, 8}
+
+
+def test_an_answer_with_a_control_token_is_no_example() -> None:
+    attempts = [*tries([1.0] * 3), answered("bad", "q", "</s>", 1.0)]
+    for seed in range(5):
+        found = evolve.propose([Shots()], situation(attempts, seed=seed))
+        assert [len(c.context.shots) for c in found.candidates] == [2] and not found.failures
 
 
 def test_without_rewards_reference_answers_are_shown() -> None:
@@ -237,6 +248,7 @@ def test_without_rewards_reference_answers_are_shown() -> None:
 def test_a_success_is_shown_rather_than_the_reference_and_the_shortest_of_a_row() -> None:
     attempts = [
         answered("r0", "q", "a long winded answer", 1.0, reference="ref"), answered("r0", "q", "short", 1.0),
+        answered("r0", "q", "not so short", 1.0), answered("r0", "q", "x", 0.0, reference="r"),
         answered("r1", "w", "wrong", 0.0, reference="right"),
     ]  # fmt: skip
     found = evolve.propose([Shots()], situation(attempts))
@@ -290,7 +302,8 @@ def test_an_episode_is_shown_whole() -> None:
         {"role": "tool", "content": "a door", "tool_call_id": "c1"}, {"role": "assistant", "content": "out"},
         {"role": "user", "content": "You have won."},
     )  # fmt: skip
-    attempts = [Attempt("e", said, 1.0), Attempt("f", said[:3], 0.0, reference="never used")]
+    asked = (said[0], {"role": "user", "content": "other"}, said[2])
+    attempts = [Attempt("e", said, 1.0), Attempt("f", asked[:3], 0.0, reference="never used")]
     (only,) = evolve.propose([Shots()], situation(attempts)).candidates
     assert only.context.shots == (said[1:5],)
 
@@ -348,7 +361,8 @@ def test_rules_join_replace_and_leave() -> None:
 
 
 def test_near_duplicates_are_no_new_rules() -> None:
-    found = skilled("- Name the room first\n- First name the room.\n- NAME the room, first!!", "- Name the room first.")
+    reply = "- Name the room first\n- First name the room.\n- NAME the room, first!!\n- Always name the room first"
+    found = skilled(reply, "- Name the room first.")
     assert [c.context.skills for c in found.candidates] == [""]
     assert "is a new one" in found.failures[0]
 
@@ -407,10 +421,17 @@ def test_thoughts_are_no_rules() -> None:
 
 def test_failures_and_successes_are_shown_within_bounds() -> None:
     model = Model(REPLY)
-    attempts = [*MIXED, answered("long", "q", "z" * 100_000, 0.0), answered("broken", "SECRET", "x", None, fault="f")]
+    attempts = [*MIXED, answered("long", "q", "z" * 100_000, 0.0), answered("broken", "SECRET", "x", 0.0, fault="f")]
+    attempts += [answered("r3", "again", "AGAIN", 0.3)]
     skilled(model, attempts=attempts)
     (asked,) = model.asked
-    assert len(asked) < 6000 and "SECRET" not in asked and "Reward: 0.2" in asked and "answer 0" in asked
+    assert (
+        len(asked) < 6000
+        and "SECRET" not in asked
+        and "AGAIN" not in asked
+        and "Reward: 0.2" in asked
+        and "answer 0" in asked
+    )
     assert "z [...] z" in asked and "A right answer: right" in asked and "Be short." not in asked
 
 
@@ -464,6 +485,22 @@ def test_the_fence_is_seeded_and_in_no_text() -> None:
     assert first.splitlines()[0] == first.splitlines()[-1] == mark and first.count(mark) == 2
 
 
+def test_a_fence_that_stands_in_a_text_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgees.evolve import fence
+
+    drawn = iter([7, 7, 9])
+
+    class Loaded:
+        def __init__(self, seed: str) -> None:
+            pass
+
+        def getrandbits(self, bits: int) -> int:
+            return next(drawn)
+
+    monkeypatch.setattr(fence.random, "Random", Loaded)
+    assert fence.fenced(["x DATA-0000000000000007 y"], 1)[1] == "DATA-0000000000000009"
+
+
 def test_a_model_that_obeys_an_injection_is_held_in_bounds() -> None:
     """It writes whatever a transcript wants, so what remains is: few, short, plain lines that the user sees."""
 
@@ -493,6 +530,7 @@ def test_a_model_that_obeys_an_injection_is_held_in_bounds() -> None:
     assert [line[1:] for line in shown if line.startswith("+- ")] == lines[1:]
     assert "WIRE" in found.candidates[0].origin and "\n" not in found.candidates[0].origin
     assert any("control token" in failure for failure in found.failures)
+    assert not any(bounds.control(c.origin) for c in found.candidates), "what was left out is not called added"
 
 
 # -- prompt (gepa) ---------------------------------------------------------------------------------------------------
@@ -535,6 +573,35 @@ def test_system_messages_evolve(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
+def test_what_a_killed_proposal_left_is_not_gone_on_with(tmp_path: Path) -> None:
+    first, second = World(), World()
+    a, b = (prompted(world, improving(), folder=tmp_path).candidates for world in (first, second))
+    assert a == b and first.played == second.played
+
+
+def test_no_text_is_begun_for_which_the_rollouts_do_not_reach(tmp_path: Path) -> None:
+    world = World(reward=lambda s: float(len(s)))
+    prompted(world, "be good", folder=tmp_path / "1")
+    played = len(world.played)
+    grown = Model(lambda prompt: "be good" + "x" * len(world.played))
+    prompted(world, grown, Context(system="be good"), folder=tmp_path / "2", before=tmp_path / "1")
+    assert len(world.played) - played == 3 * (3 + 3 + 8)
+
+
+def test_what_did_worse_on_all_rows_is_not_proposed() -> None:
+    """It looked good on the few rows that the reflecting model saw."""
+    world = World()
+
+    def play(context: Context, rows: Sequence[str]) -> list[Attempt]:
+        lucky = context.system == "lucky"
+        tried = world.play(context, rows)
+        return [replace(a, reward=(10.0 if a.row == "r11" else 0.0) if lucky else 0.5) for a in tried]
+
+    found = prompted(world, "lucky", play=play)
+    assert sum(system == "lucky" for system, _ in world.played) >= 8, "it has come into the pool"
+    assert not found.candidates and "texts written now and 1 in the pool none did as well" in found.failures[0]
+
+
 def test_without_a_folder_too() -> None:
     assert prompted(World(), improving()).candidates[0].context.system == "be good, better, best"
 
@@ -551,9 +618,8 @@ def test_the_pool_goes_on_from_the_proposal_before(tmp_path: Path) -> None:
         again = prompted(second, later, force, folder=tmp_path / "2", before=tmp_path / "1", seed=2)
         texts.append([(c.context.digest, c.origin) for c in again.candidates])
         assert again.candidates[0].context == Context(system="be good and better", skills="- x")
-        assert {system for system, _ in second.played} <= {"plain", "be good", "be good and better"}
-        seen = [row for system, row in second.played if system == "plain"]
-        assert len(seen) <= 3 * 16, "the first text is not scored on all rows again"
+        tried = {system for system, _ in second.played}
+        assert tried == {"be good", "be good and better"}, "the first text is not scored again"
         (tmp_path / "2" / "gepa" / "left").write_text("from a proposal that was killed")
     assert texts[0] == texts[1] and not (tmp_path / "1" / "gepa" / "left").exists()
 

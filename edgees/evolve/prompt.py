@@ -115,7 +115,7 @@ def _evolved(situation: Situation, folder: Path) -> list[Candidate]:
     after = _read(folder / _STATE)
     if after is None:
         raise Spent
-    return _best(situation, after, force, adapter.failures, note)
+    return _best(situation, after, force, adapter, note)
 
 
 def _text_in_force(situation: Situation) -> str:
@@ -180,9 +180,7 @@ def _rows(path: Path) -> list[str]:
     return rows if isinstance(rows, list) and all(isinstance(row, str) for row in rows) else []
 
 
-def _best(
-    situation: Situation, state: Mapping[str, Any], force: str, failures: Sequence[str], note: str
-) -> list[Candidate]:
+def _best(situation: Situation, state: Mapping[str, Any], force: str, adapter: _Adapter, note: str) -> list[Candidate]:
     means = {
         text[_PART]: sum(scores.values()) / len(scores)
         for text, scores in zip(state["program_candidates"], state["prog_candidate_val_subscores"], strict=True)
@@ -192,8 +190,12 @@ def _best(
     others = sorted((text for text in means if text != force and means[text] >= least), key=lambda t: -means[t])
     more = f" ({note})" if note else ""
     if not others:
-        why = f": {'; '.join(dict.fromkeys(failures))}" if failures else ""
-        raise NoProposal(f"of {len(means) - 1} other texts none did as well as the one in force{more}{why}")
+        why = f": {'; '.join(dict.fromkeys(adapter.failures))}" if adapter.failures else ""
+        known = len(means) - (force in means)
+        raise NoProposal(
+            f"of {adapter.written} texts written now and {known} in the pool none did as well as the one in force"
+            f"{more}{why}"
+        )
     rows = len(state["prog_candidate_val_subscores"][0])
     return [
         Candidate(
@@ -205,11 +207,13 @@ def _best(
 
 
 class _Adapter:
-    """gepa's view of our rollouts: its GEPAAdapter protocol. failures: reflections that came to nothing, and why."""
+    """gepa's view of our rollouts: its GEPAAdapter protocol.
+
+    failures: reflections that came to nothing, and why. written: number of those that gave a text."""
 
     def __init__(self, situation: Situation, force: str) -> None:
         self._situation, self._force = situation, force
-        self._played = 0
+        self._played = self.written = 0
         self.failures: list[str] = []
 
     def stuck(self, state: Any) -> bool:
@@ -263,6 +267,7 @@ class _Adapter:
             words = str(error) if isinstance(error, EdgeesError) else f"{type(error).__name__}: {error}"
             self.failures.append(words[:300])
             raise
+        self.written += 1
         return {_PART: text}
 
     def _rewritten(self, present: str, tries: Sequence[Attempt]) -> str:
