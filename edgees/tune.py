@@ -642,7 +642,7 @@ class _Run:
         assert self.proposer
         line = self.proposer.propose(generation, self.context, self.config.evolve_candidates - self.trials.new)
         self.stop.check()
-        known = {self.trials.present, *self.trials.standings}
+        known = self.history.contexts  # what was tried once is not tried again: every trial is another chance to err
         line["candidates"] = [found for found in line["candidates"] if found["digest"] not in known]
         self.lap("propose")
         self.history.append({**line, "seconds": self.seconds()})
