@@ -33,6 +33,8 @@ class Settings:
 
     max_tokens: of one reply. episodes, agents: who plays with the member, where a rollout is more than one answer.
     turns, tokens: replies, and tokens in all replies, that an episode may have; 0: no limit but its own.
+    draws: of each rollout, which of several samples on the same row it is; other draws have other sampling seeds, of an
+        episode's replies alone: what it plays stays the same.
     """
 
     max_tokens: int
@@ -45,6 +47,12 @@ class Settings:
     system: str | None = None
     turns: int = 0
     tokens: int = 0
+    draws: tuple[int, ...] = ()
+
+    def sampling_seed(self, rollout: int, said: str) -> int:
+        """Of one reply. rollout: its place in the call; said: what is answered, by name."""
+        draw = self.draws[rollout] if self.draws else 0
+        return request_seed(self.seed, self.generation, f"{said} draw {draw}" if draw else said)
 
 
 @dataclass(frozen=True)
@@ -99,16 +107,16 @@ def play(
     requests: list[Request] = []
     places: list[int] = []
     result: list[Trajectory | None] = []
-    for member, row in rollouts:
+    for place, (member, row) in enumerate(rollouts):
         if row.id not in prompts:
             prompts[row.id] = tuple(engine.encode_chat(settings.conversation(row)))
         prompt = prompts[row.id]
         if len(prompt) >= engine.context_length:
             result.append(Trajectory(member, row, "", (), "overflow"))
             continue
-        places.append(len(result))
+        places.append(place)
         result.append(None)
-        seed = request_seed(settings.seed, settings.generation, row.id)
+        seed = settings.sampling_seed(place, row.id)
         requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
     done = engine.generate(requests, progress) if requests else []
     for place, completion in zip(places, done, strict=True):
@@ -191,7 +199,7 @@ class _Table:
             game.ending = after
             return
         turn = f" turn {len(game.replies)}" if game.replies else ""
-        seed = request_seed(self.settings.seed, self.settings.generation, f"{game.row.id}{turn}")
+        seed = self.settings.sampling_seed(ticket, f"{game.row.id}{turn}")
         prompt = tuple(self.engine.encode_chat(after.messages, after.tools))
         room = self.settings.max_tokens
         if self.settings.tokens:

@@ -16,12 +16,9 @@ from typing import Any
 
 from edgees import config, model_path, native
 from edgees.backends.base import Engine
-from edgees.delta import Delta
 from edgees.endpoint import Endpoint, Policy
 from edgees.endpoint.server import is_loopback
-from edgees.errors import RunError
-from edgees.history import History
-from edgees.opening import open_engine, require_same_base
+from edgees.opening import open_engine, open_weights, require_same_base
 
 HOST, PORT = "127.0.0.1", 8000
 PARALLEL = 4
@@ -91,18 +88,9 @@ def _open_model(model: str, engine: str, machine: dict[str, int], stack: ExitSta
 
 
 def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack) -> tuple[Engine, str]:
-    resolved = run / "config.resolved.toml"
-    if not resolved.is_file():
-        raise RunError(f"{run} is no run folder: {resolved.name} is missing")
-    if weights not in ("best", "last"):
-        raise RunError(f"weights are best or last, not {weights!r}")
-    history = History.open(run / "history.jsonl", repair=False)
-    settings = config.load(resolved)
+    history, settings, delta, chosen = open_weights(run, weights, stack)
     given: dict[str, Any] = {name: value for name, value in machine.items() if value}
     settings = replace(settings, **given)
-    best = run / "best" / "delta.safetensors"
-    chosen = "best" if weights == "best" and best.is_file() else "last"
-    delta = stack.enter_context(Delta.open(best if chosen == "best" else run / "delta.safetensors", write=False))
     native.threads(settings.threads)
     engine = stack.enter_context(closing(open_engine(settings)))
     require_same_base(history, engine.base_hash, settings.model)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +40,7 @@ from edgees.population import Population, RowOrder, request_seed, sigma_at
 from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
+from edgees.stopping import Stop, stop_on_signal
 from edgees.tasks.rows import Row, Task
 from edgees.update import Update, loglik_weight, mix, update
 
@@ -321,7 +320,7 @@ class _Run:
         each = min(self.config.rows, total)
         self.groups = min(self.config.groups, total // each)
         self.order = RowOrder(self.config.seed, total, each * self.groups)
-        self.stop = _Stop()
+        self.stop = Stop()
         self.mark = time.monotonic()
         self.phases: dict[str, float] = {}
         self.last_phases: dict[str, float] = {}
@@ -361,7 +360,7 @@ class _Run:
 
     def carry_on(self) -> RunResult:
         """Run the loop to its end; whatever ends it, what can be read of the run is brought up to date."""
-        with _stop_on_signal(self.stop):
+        with stop_on_signal(self.stop):
             self.engine.attach(self.delta)
             self.observer.on_start(self.info())
             agents = self.setup.agents
@@ -652,40 +651,10 @@ class _Run:
                 raise
 
 
-class _Stop:
-    """Ctrl-C once: stop when the member at work has finished; twice: at once."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def handle(self, *_: object) -> None:
-        self.asked += 1
-        if self.asked > 1:
-            raise KeyboardInterrupt
-
-    def check(self) -> None:
-        if self.asked:
-            raise Interrupted("interrupted")
-
-
-@contextmanager
-def _stop_on_signal(stop: _Stop) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for a stop instead of tearing through whatever is being written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class _Progress:
     """What an engine calls now and then: passes it on, and is the place to stop. tokens: processed so far."""
 
-    def __init__(self, stop: _Stop, observer: Observer, total: int) -> None:
+    def __init__(self, stop: Stop, observer: Observer, total: int) -> None:
         self.stop, self.observer, self.total, self.tokens = stop, observer, total, 0
 
     def __call__(self, done: int, tokens: int) -> None:
