@@ -104,9 +104,10 @@ def _abandon_stdout() -> None:
 
 
 class Command(click.Command):
-    """A command with ``--debug`` everywhere; with ``from_config`` also one option per field of ``Config``."""
+    """A command with ``--debug`` everywhere; with ``from_config`` also one option per field of ``Config``, or per field
+    that it names."""
 
-    def __init__(self, *args: Any, from_config: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, from_config: bool | Sequence[str] = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.from_config = from_config
         self.params.append(debug_option())
@@ -116,7 +117,8 @@ class Command(click.Command):
         if not self.from_config:
             return params
         own = [param for param in params if isinstance(param, click.Argument)]
-        return [*own, *config_options(), *(param for param in params if param not in own)]
+        only = None if self.from_config is True else tuple(self.from_config or ())
+        return [*own, *config_options(only), *(param for param in params if param not in own)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Settings stand under the headings that the configuration gives them."""
@@ -225,8 +227,9 @@ def plain(value: Any) -> Any:
 # --- options from the configuration -----------------------------------------------------------------------------------
 
 
-def config_options() -> list[click.Option]:
-    """One option per setting: name, type and help come from ``edgees.config``, nothing is listed twice.
+def config_options(only: Sequence[str] | None = None) -> list[click.Option]:
+    """One option per setting, or per one of ``only``: name, type and help come from ``edgees.config``, nothing is
+    listed twice.
 
     All default to None, that is, not given: the file's value, or else the default, holds then. Values go on as text;
     the configuration converts and checks them, with the same words as for a file.
@@ -235,6 +238,8 @@ def config_options() -> list[click.Option]:
 
     options = []
     for name, setting in SETTINGS.items():
+        if only is not None and name not in only:
+            continue
         flag = "--" + name.replace("_", "-")
         if setting.type == "bool":
             options.append(click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=describe(name)))
@@ -481,6 +486,56 @@ def serve(
         what, host=host, port=port, api_key=api_key, weights="last" if last else "best", engine=engine, context=context,
         parallel=parallel, threads=threads, max_tokens=max_tokens, say=progress_note,
     )  # fmt: skip
+
+
+SEARCHED = (
+    "model", "task", "reward", "eval_data", "system", "context_file", "engine", "device", "threads", "parallel", "seed",
+    "scope", "params", "noise", "rank", "pairs", "antithetic", "sigma", "lr", "shaping", "turns", "episode_tokens",
+    "max_tokens", "temperature", "context", "scorer_timeout", "heldout",
+)  # fmt: skip
+"""Settings that a search takes."""
+
+
+@cli.command(from_config=SEARCHED)
+@click.option("--row", "names", multiple=True, metavar="ID", help="A row to search on; several allowed.")
+@click.option("--rows", "count", default=0, metavar="N", type=click.IntRange(0), help="The first N held-out rows.")
+@click.option("--apart", is_flag=True, help="Each row by itself, with the whole budget, instead of all together.")
+@click.option("--run", "tuned", type=click.Path(path_type=Path), help="A run whose weights are the centre.")
+@click.option("--last", is_flag=True, help="Its last weights instead of the best on held-out rows.")
+@click.option(
+    "--rollouts", default=0, metavar="N", type=click.IntRange(0), help="Answers a row. [default: 64 without --time]"
+)
+@click.option("--time", "seconds", default="0", metavar="TEXT", help="Time for all of it: 60s, 5m.")
+@click.option("--method", default="es", show_default=True, type=click.Choice(["es", "best-of"]), help="How to search.")
+@click.option("--sigma-end", default=0.0, show_default=True, metavar="X", help="Last sigma, as a share of the first.")
+@click.option("--enough", default=1.0, show_default=True, metavar="X", help="A row with this reward is done.")
+@json_option
+def search(
+    names: tuple[str, ...], count: int, apart: bool, tuned: Path | None, last: bool, rollouts: int, seconds: str,
+    method: str, sigma_end: float, enough: float, as_json: bool, **flags: Any,
+) -> None:  # fmt: skip
+    """More compute for a hard row: evolution strategies on it at test time, or best-of-n. Nothing is written.
+
+    Pairs, sigma, lr and scope have defaults of their own here: 8, 0.08, 0.1 and adapter. Ctrl-C: the best so far.
+    """
+    from edgees import config as settings
+    from edgees import search as searching
+
+    try:
+        limit = settings.duration(seconds)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--time") from None
+    with one_document(as_json) as document:
+        plan = searching.Plan(method, rollouts, limit, sigma_end, enough, apart)
+        found = searching.search(
+            given(flags), plan, rows=names, count=count, run=tuned, weights="last" if last else "best",
+            say=progress_note,
+        )  # fmt: skip
+        document |= found.to_dict()
+        for line in [] if as_json else searching.lines(found):
+            click.echo(line)
+    if found.interrupted:
+        raise Interrupted("interrupted; above stands the best so far")
 
 
 @cli.command(name="eval")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from edgees import __version__, merge, model_path, native, rewards, rollout
 from edgees.backends.base import Engine
 from edgees.config import Config
+from edgees.config import load as load_config
 from edgees.context import Context
 from edgees.context import load as load_context
-from edgees.delta import DeltaSpec
+from edgees.delta import Delta, DeltaSpec
 from edgees.episodes import Episodes
 from edgees.errors import RunError, UsageError
 from edgees.history import History
@@ -249,6 +250,26 @@ def spec_of(config: Config, engine: Engine) -> DeltaSpec:
         config.seed,
         absolute=config.sigma_abs is not None,
     )
+
+
+def open_weights(run: str | Path, weights: str, stack: ExitStack) -> tuple[History, Config, Delta, str]:
+    """(journal, settings, learned weights opened for reading, which) of a run; closed with ``stack``.
+
+    weights: ``best``, which is ``last`` while nothing better than the base was found, or ``last``.
+
+    :raises RunError: no run there, or damaged. That the base is the run's is for the caller to see.
+    """
+    folder = Path(run)
+    history = History.open(folder / "history.jsonl", repair=False)
+    resolved = folder / "config.resolved.toml"
+    if not resolved.is_file():
+        raise RunError(f"{folder} is no run folder: {resolved.name} is missing")
+    if weights not in ("best", "last"):
+        raise RunError(f"weights are best or last, not {weights!r}")
+    best = folder / "best" / "delta.safetensors"
+    chosen = "best" if weights == "best" and best.is_file() else "last"
+    delta = stack.enter_context(Delta.open(best if chosen == "best" else folder / "delta.safetensors", write=False))
+    return history, load_config(resolved), delta, chosen
 
 
 def _amplitude(config: Config, name: str) -> float:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Conversation = Callable[[Row, Context], Sequence[Message]]
 Rollout = tuple[Member, Row]
 """Who plays what."""
-_Try = tuple[Member, Row, int, tuple[Message, ...], Context]
-"""The same with the number of the attempt, what was said after the row's own conversation, and the context."""
+_Try = tuple[Member, Row, int, tuple[Message, ...], Context, int]
+"""The same with the number of the attempt, what was said after the row's own conversation, the context and the draw."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Settings:
     attempts: how often a row is answered and what counts; judge: rewards (NaN: none) of what was played, for ``best``
         and ``retry``; vote: what texts answer, None for nothing, for ``majority``.
     tools: whether environments' tools are shown to the model.
+    draws: of each rollout, which of several samples on the same row it is; other draws have other sampling seeds, of an
+        episode's replies alone: what it plays stays the same.
     """
 
     max_tokens: int
@@ -62,10 +64,14 @@ class Settings:
     judge: Callable[[Sequence[Trajectory]], Sequence[float]] | None = None
     vote: Callable[[Sequence[str]], Sequence[Hashable | None]] = plain_texts
     tools: bool = True
+    draws: Sequence[int] = ()
 
     def of(self, place: int) -> Context:
         """The context of a rollout, by its place in the call."""
         return self.contexts[place] if self.contexts else self.context
+
+    def draw(self, place: int) -> int:
+        return self.draws[place] if self.draws else 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,10 @@ def play(
         require_attempts(how, settings.episodes is not None or settings.agents is not None)
         return (_retried if how.kind == "retry" else _chosen)(engine, rollouts, settings, progress)
     return _played(
-        engine, [(member, row, 0, (), settings.of(i)) for i, (member, row) in enumerate(rollouts)], settings, progress
+        engine,
+        [(member, row, 0, (), settings.of(i), settings.draw(i)) for i, (member, row) in enumerate(rollouts)],
+        settings,
+        progress,
     )
 
 
@@ -153,7 +162,7 @@ def _chosen(
         heard = progress
         told = lambda done, tokens: heard(done // count, tokens)  # noqa: E731
     tries: list[_Try] = [
-        (member, row, attempt, (), settings.of(i))
+        (member, row, attempt, (), settings.of(i), settings.draw(i))
         for i, (member, row) in enumerate(rollouts)
         for attempt in range(count)
     ]
@@ -202,7 +211,9 @@ def _retried(
     for attempt in range(count):
         if told:
             told.next(len(rollouts) - len(going), attempt == count - 1)
-        played = _played(engine, [(*rollouts[i], attempt, said[i], settings.of(i)) for i in going], settings, told)
+        played = _played(
+            engine, [(*rollouts[i], attempt, said[i], settings.of(i), settings.draw(i)) for i in going], settings, told
+        )
         fine: list[tuple[int, Trajectory]] = []
         for i, t in zip(going, played, strict=True):
             if t.tokens or t.outcome != "overflow" or not made[i]:  # else there was no room for another reply
@@ -235,9 +246,9 @@ def _judged(settings: Settings, played: Sequence[Trajectory]) -> Sequence[float]
     return settings.judge(played)
 
 
-def _name(row: Row, attempt: int) -> str:
+def _name(row: Row, attempt: int, draw: int) -> str:
     """What sampling seeds are made from."""
-    return f"{row.id} attempt {attempt}" if attempt else row.id
+    return row.id + (f" draw {draw}" if draw else "") + (f" attempt {attempt}" if attempt else "")
 
 
 def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress: Progress | None) -> list[Trajectory]:
@@ -252,7 +263,7 @@ def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress:
     requests: list[Request] = []
     places: list[int] = []
     result: list[Trajectory | None] = []
-    for member, row, attempt, said, context in tries:
+    for member, row, attempt, said, context, draw in tries:
         key = row.id, context
         if said:
             prompt = tuple(engine.encode_chat([*settings.conversation(row, context), *said]))
@@ -265,7 +276,7 @@ def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress:
             continue
         places.append(len(result))
         result.append(None)
-        seed = request_seed(settings.seed, settings.generation, _name(row, attempt))
+        seed = request_seed(settings.seed, settings.generation, _name(row, attempt, draw))
         requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
     done = engine.generate(requests, progress) if requests else []
     for place, completion in zip(places, done, strict=True):
@@ -277,9 +288,9 @@ def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress:
 class _Game:
     """An episode on its way."""
 
-    def __init__(self, member: Member, row: Row, attempt: int, episode: Episode, context: Context) -> None:
+    def __init__(self, member: Member, row: Row, name: str, episode: Episode, context: Context) -> None:
         self.member, self.row, self.episode, self.context = member, row, episode, context
-        self.name = _name(row, attempt)
+        self.name = name
         self.replies: list[str] = []
         self.tokens: list[int] = []
         self.ending: Ending | None = None
@@ -309,11 +320,11 @@ class _Table:
             if self.ready:
                 taken.append(self.ready.popleft())
                 continue
-            member, row, attempt, _, context = self.tries[len(self.games)]
+            member, row, attempt, _, context, draw = self.tries[len(self.games)]
             seed = request_seed(self.settings.seed, self.settings.generation, f"episode {row.id}")
             system = self.settings.system if context.system is None else context.system
             episode = self.episodes.begin(row.id, row.columns, system, seed)
-            self.games.append(_Game(member, row, attempt, episode, context))
+            self.games.append(_Game(member, row, _name(row, attempt, draw), episode, context))
             self._go_on(len(self.games) - 1, episode.start())
         self.running += len(taken)
         return taken if taken or self.running else None
@@ -376,7 +387,7 @@ def _with_agents(
             files=settings.files,
         )  # fmt: skip
 
-    asked = [(member, _name(row, attempt), _given(row)) for member, row, attempt, *_ in tries]
+    asked = [(member, _name(row, attempt, draw), _given(row)) for member, row, attempt, _, _, draw in tries]
     played = agents.play(asked, policy, progress)
     found = []
     for (member, row, *_), p in zip(tries, played, strict=True):

@@ -16,12 +16,10 @@ from typing import Any
 
 from edgees import config, model_path, native
 from edgees.backends.base import Engine
-from edgees.delta import Delta
+from edgees.context import Context
 from edgees.endpoint import Endpoint, Policy
 from edgees.endpoint.server import is_loopback
-from edgees.errors import RunError
-from edgees.history import History
-from edgees.opening import open_engine, require_same_base
+from edgees.opening import open_engine, open_weights, require_same_base
 
 HOST, PORT = "127.0.0.1", 8000
 PARALLEL = 4
@@ -59,12 +57,14 @@ def serve(
     with ExitStack() as stack:
         machine = {"context": context, "parallel": parallel, "threads": threads}
         if (Path(model_or_run) / "history.jsonl").is_file():
-            opened, what = _open_run(Path(model_or_run), weights, machine, stack)
+            opened, what, before = _open_run(Path(model_or_run), weights, machine, stack)
         else:
             opened, what = _open_model(str(model_or_run), engine, machine, stack)
+            before = Context()
         name = Path(model_or_run).resolve().name if Path(model_or_run).exists() else str(model_or_run)
         endpoint = Endpoint(opened, host=host, port=port, exposed=True, name=name)
-        endpoint.open_to_all(Policy(max_tokens, temperature, client_sampling=True, record=False), api_key)
+        policy = Policy(max_tokens, temperature, client_sampling=True, record=False, context=before)
+        endpoint.open_to_all(policy, api_key)
         stack.enter_context(endpoint)
         if not is_loopback(host):
             say(f"warning: {host} can be reached from other machines, and {_danger(api_key)}")
@@ -90,24 +90,17 @@ def _open_model(model: str, engine: str, machine: dict[str, int], stack: ExitSta
     return stack.enter_context(closing(open_engine(settings))), model
 
 
-def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack) -> tuple[Engine, str]:
-    resolved = run / "config.resolved.toml"
-    if not resolved.is_file():
-        raise RunError(f"{run} is no run folder: {resolved.name} is missing")
-    if weights not in ("best", "last"):
-        raise RunError(f"weights are best or last, not {weights!r}")
-    history = History.open(run / "history.jsonl", repair=False)
-    settings = config.load(resolved)
+def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack) -> tuple[Engine, str, Context]:
+    history, settings, delta, chosen = open_weights(run, weights, stack)
     given: dict[str, Any] = {name: value for name, value in machine.items() if value}
     settings = replace(settings, **given)
-    best = run / "best" / "delta.safetensors"
-    chosen = "best" if weights == "best" and best.is_file() else "last"
-    delta = stack.enter_context(Delta.open(best if chosen == "best" else run / "delta.safetensors", write=False))
     native.threads(settings.threads)
     engine = stack.enter_context(closing(open_engine(settings)))
     require_same_base(history, engine.base_hash, settings.model)
     engine.attach(delta)
-    return engine, f"{run} ({chosen} weights, generation {delta.generation})"
+    before = history.context(delta.generation)
+    told = "" if before.empty else f", with its context {before.digest[:8]} before every conversation"
+    return engine, f"{run} ({chosen} weights, generation {delta.generation}{told})", before
 
 
 @contextmanager

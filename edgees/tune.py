@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,6 +43,7 @@ from edgees.proposing import Proposer
 from edgees.report import Observer
 from edgees.rewards import Scorer
 from edgees.rollout import Trajectory
+from edgees.stopping import Stop, stop_on_signal
 from edgees.tasks.rows import Row, Task
 from edgees.trials import Deal, Trials, level
 from edgees.update import Update, fitness, loglik_weight, mix, update
@@ -331,7 +330,7 @@ class _Run:
         if self.config.scope == "none":  # members are all alike: two a set of rows, one for each side of a trial
             self.groups = max(1, min(self.config.pairs // 2, total // each))
         self.order = RowOrder(self.config.seed, total, each * self.groups)
-        self.stop = _Stop()
+        self.stop = Stop()
         self.mark = time.monotonic()
         self.phases: dict[str, float] = {}
         self.last_phases: dict[str, float] = {}
@@ -387,7 +386,7 @@ class _Run:
 
     def carry_on(self) -> RunResult:
         """Run the loop to its end; whatever ends it, what can be read of the run is brought up to date."""
-        with _stop_on_signal(self.stop):
+        with stop_on_signal(self.stop):
             self.engine.attach(self.delta)
             self.observer.on_start(self.info())
             agents = self.setup.agents
@@ -747,43 +746,10 @@ class _Run:
                 raise
 
 
-class _Stop:
-    """Ctrl-C once: stop when the member at work has finished; twice: at once, unless that is under way already."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.leaving = False
-
-    def handle(self, *_: object) -> None:
-        self.asked += 1
-        if self.asked > 1 and not self.leaving:
-            self.leaving = True
-            raise KeyboardInterrupt
-
-    def check(self) -> None:
-        if self.asked:
-            self.leaving = True
-            raise Interrupted("interrupted")
-
-
-@contextmanager
-def _stop_on_signal(stop: _Stop) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for a stop instead of tearing through whatever is being written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class _Progress:
     """What an engine calls now and then: passes it on, and is the place to stop. tokens: processed so far."""
 
-    def __init__(self, stop: _Stop, observer: Observer, total: int) -> None:
+    def __init__(self, stop: Stop, observer: Observer, total: int) -> None:
         self.stop, self.observer, self.total, self.tokens = stop, observer, total, 0
 
     def __call__(self, done: int, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ def make_run(
     """A run on ``model`` with ``generations`` steps of about ``lr`` times each tensor's RMS; its best is the last."""
     given = {"model": str(model), "run": str(run), "scope": scope, "pairs": 4, "seed": 7, "factors": 8, **options}
     settings = config.load(None, given)
-    with opening.open_engine(settings) as engine, RunFolder.create(settings) as folder:
+    with closing(opening.open_engine(settings)) as engine, RunFolder.create(settings) as folder:
         spec = opening.spec_of(settings, engine)
         header = {
             "base": engine.base_hash, "config": settings.public(free=False), "seed": settings.seed,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # (tasks) is one unit: its modules may import each other, but not in a circle.
 ROWS: list[list[str]] = [
     ["__init__", "attempts", "backends/__init__", "errors"],
-    ["children", "config", "cuda", "examples", "model_path", "native"],
+    ["children", "config", "cuda", "examples", "model_path", "native", "stopping"],
     ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "template", "tools"],
     ["nf4"],
     ["backends/base", "hf_files"],
@@ -39,7 +39,7 @@ ROWS: list[list[str]] = [
     ["evaluate", "probe", "proposing"],
     ["export"],
     ["tune"],
-    ["doctor", "estimate", "serve"],
+    ["doctor", "estimate", "search", "serve"],
     ["cli"],
     ["__main__"],
 ]
