@@ -24,6 +24,7 @@ from edgees import blocks, evaluate, gguf_from_hf, hf_layout, merge, moments, nf
 from edgees.backends.base import CENTRE, Request, TensorInfo
 from edgees.backends.llamacpp import LlamaCppEngine
 from edgees.context import diff
+from edgees.episodes import Message
 from edgees.errors import EdgeesError, ExportError, UsageError
 from edgees.gguf_file import (
     GgufFile,
@@ -407,6 +408,7 @@ class _Export:
     def check_gguf(self, path: Path) -> dict[str, Any]:
         base = self.form
         changed = {"general.file_type", "general.quantization_version"}
+        changed |= {"tokenizer.chat_template"} if self.bake else set()
         with GgufFile(path) as made:
             keys = all(
                 k in made.metadata and made.kv_bytes(k) == _key(base, k) for k in base.metadata if k not in changed
@@ -433,6 +435,12 @@ class _Export:
             return self.type_name in FLOATS or made.type_name not in FLOATS
         return made.type_name == self.type_name
 
+    def meant(self, chat: Sequence[Message]) -> Sequence[Message]:
+        """What the written template makes of a chat, in words for the model's own."""
+        if not self.bake or chat[0]["role"] in ("system", "developer"):
+            return chat
+        return [*recommend.before(self.run.recommended, self.run.context), *chat]
+
     def compare(self, stage: Path, path: Path, lora: Path | None) -> dict[str, Any]:
         """Plain llama.cpp on ``path`` against the scored model: token ids, greedy answers, KL."""
         chats = [[{"role": "user", "content": text}] for text in CHATS] + self.conversations()
@@ -446,7 +454,7 @@ class _Export:
             texts = [[*prompts[i], *a] for i, a in zip(usable, answers, strict=True)]
             theirs = [plain.logits(t)[len(prompts[i]) - 1 :] for i, t in zip(usable, texts, strict=True)]
         with self.scored(stage) as engine:
-            same = [tuple(engine.encode_chat(chat)) for chat in chats] == prompts
+            same = [tuple(engine.encode_chat(self.meant(chat))) for chat in chats] == prompts
             greedy = [c.tokens for c in engine.generate(requests)]
             apart = [
                 divergence(engine.logits(t)[len(prompts[i]) - 1 :], other)
