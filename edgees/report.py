@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from edgees.checkpoint import write_atomic
+from edgees.context import diff
 from edgees.errors import RunError
+from edgees.history import History
 
 COLUMNS = (
     "generation",
@@ -525,6 +527,7 @@ def write_page(
             cells += [_short(r.get(y)) for _, y in extra]
             lines.append(f"| {r['generation']} | {' | '.join(cells)} |")
         lines.append("")
+    lines += contexts(run)
     lines += examples(run, rows)
     if told:
         lines += ["## What the watchdogs said", ""]
@@ -579,6 +582,59 @@ def examples(run: Path, rows: Sequence[Record]) -> list[str]:
             lines.append(f"| {cells[0][0] or cells[1][0]} | {cells[0][1]} | {cells[1][1]} |")
         lines.append("")
     return ["## Before and after", "", *lines] if lines else []
+
+
+def contexts(run: Path) -> list[str]:
+    """What was tried before the questions: each context under the one that it was made from, with what its trial showed
+    (the last one, where what it was tried against has changed), the rollouts that were played with it, and what is
+    different in the end; [] where nothing was proposed."""
+    try:
+        history = History.open(run / "history.jsonl", repair=False)
+    except RunError:
+        return []
+    if not history.proposals:
+        return []
+    config = history.header["config"]
+    each = config["pairs"] * (2 if config.get("antithetic") else 1) // max(1, config.get("groups", 1))
+    if config.get("scope") == "none":
+        each = 2
+    rows: dict[str, list[float]] = {}
+    played: dict[str, int] = {}
+    fate: dict[str, str] = {}
+    for line in history.lines:
+        trial = line.get("trial") or {"units": {}, "dropped": [], "adopted": ""}
+        for digest, units in trial["units"].items():
+            rows.setdefault(digest, []).extend(units)
+            played[digest] = played.get(digest, 0) + len(units) * max(1, each // 2)
+        fate |= dict.fromkeys(trial["dropped"], f"dropped after generation {line['generation'] + 1}")
+        if trial["adopted"]:
+            fate[trial["adopted"]] = f"**adopted** after generation {line['generation'] + 1}"
+            rows = {trial["adopted"]: rows[trial["adopted"]]} | {d: x for d, x in rows.items() if d in fate}
+    made = [(p["from"], found) for p in history.proposals for found in p["candidates"]]
+    first = history.context(0).digest
+    out = ["## Contexts", "", f"- `{first[:8]}`: what the run began with"]
+
+    def below(parent: str, depth: int) -> None:
+        for origin, found in made:
+            if origin != parent:
+                continue
+            digest, seen = found["digest"], rows.get(found["digest"], [])
+            score = f"{sum(seen) / len(seen):+.3f} a row over {len(seen)} rows" if seen else "no row yet"
+            told = f"{score}, about {played.get(digest, 0)} rollouts; {fate.get(digest, 'on trial at the end')}"
+            out.append(f"{'  ' * depth}- `{digest[:8]}` {_cell(found['origin'], 160)}: {told}")
+            below(digest, depth + 1)
+
+    below(first, 1)
+    own = sum(p["rollouts"] for p in history.proposals)
+    failures = [failure for p in history.proposals for failure in p["failures"]]
+    out += ["", f"Proposals played {own} rollouts of their own; {len(failures)} came to nothing"]
+    out[-1] += f", the last: {_cell(failures[-1], 160)}" if failures else "."
+    changed = diff(history.context(0), history.context(history.generation))
+    if changed:
+        text = "".join(c if c.isprintable() or c == "\n" else "·" for c in changed)
+        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+        out += ["", "What is in force at the end, against the beginning:", "", f"{fence}diff", text, fence]
+    return [*out, ""]
 
 
 def _traces(path: Path) -> dict[str, Record]:

@@ -116,6 +116,11 @@ def test_where_only_the_context_matters_it_is_found_and_the_weights_stay(tmp_pat
     assert history.evals[-1]["context"] == history.context(history.generation).digest
     assert any("adopted" in text for text in heard.texts)
     assert json.loads((run / "context.json").read_text())["system"] == GOOD
+    page = (run / "README.md").read_text()
+    good = history.context(history.generation).digest
+    [told] = [line for line in page.splitlines() if line.startswith(f"  - `{good[:8]}`")]
+    assert GOOD in told and "+1.000 a row" in told and "**adopted** after generation" in told
+    assert f"+{GOOD}" in page
     bad = Context(system=BAD).digest
     assert any(bad in line.get("trial", {}).get("dropped", []) for line in history.lines)
     assert not any(line.get("trial", {}).get("adopted") == bad for line in history.lines)
