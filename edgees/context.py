@@ -53,8 +53,9 @@ class Context:
     def empty(self) -> bool:
         return self == Context()
 
-    def apply(self, messages: Sequence[Message], *, whole: bool = False) -> list[Message]:
-        """A conversation with the context in it. Examples that ask what the conversation asks are left out.
+    def apply(self, messages: Sequence[Message], *, whole: bool = False, same: bool = False) -> list[Message]:
+        """A conversation with the context in it. Examples that ask what the conversation asks are left out (same: are
+        not: where all episodes begin with the same words, these do not say which instance is played).
 
         The system message is taken as it stands (a task puts ``system`` there itself); whole: unless this context has
         one, which then takes its place, as for a program whose system message nobody else can change.
@@ -68,7 +69,7 @@ class Context:
             notes = f"{HEADING}\n{self.skills}"
             role = head[0]["role"] if head else "system"
             head = [{"role": role, "content": f"{before}\n\n{notes}" if before else notes}]
-        asked = {_question(rest)}
+        asked = set() if same else {_question(rest)}
         shots = [dict(message) for shot in self.shots if _question(shot) not in asked for message in shot]
         return [*head, *shots, *rest]
 

@@ -151,7 +151,9 @@ def targets(
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("content")), 0)
         conversation = setup.conversation(row, context)
         if first:
-            prompt = tuple(engine.encode_chat(context.apply(messages[:first], whole=bool(settings.agent_cmd))))
+            prompt = tuple(
+                engine.encode_chat(context.apply(messages[:first], whole=bool(settings.agent_cmd), same=True))
+            )
             found.append((prompt, tuple(engine.encode(str(messages[first]["content"])))))
         elif row.answer is not None and not messages:
             found.append(rollout.reference(engine, conversation, row.answer))
@@ -172,7 +174,7 @@ def texts(
         said = []
         for messages in played.messages:
             with suppress(TemplateError):  # a program's own last word may break the order that a template wants
-                said += [engine.encode_chat(context.apply(messages))] if messages else []
+                said += [engine.encode_chat(context.apply(messages, same=True))] if messages else []
         return said
     nothing = Answers([], [()] * len(rows), np.empty(0), messages=[()] * len(rows))
     return [[*prompt, *target] for prompt, target in targets(engine, rows, task, settings, nothing, context)]

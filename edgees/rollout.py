@@ -363,7 +363,7 @@ class _Table:
         turn = f" turn {len(game.replies)}" if game.replies else ""
         seed = request_seed(self.settings.seed, self.settings.generation, f"{game.name}{turn}")
         tools = after.tools if self.settings.tools else ()
-        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages), tools))
+        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages, same=True), tools))
         room = self.settings.max_tokens
         if self.settings.tokens:
             room = min(room, self.settings.tokens - len(game.tokens))

@@ -277,6 +277,8 @@ class Costs:
             seconds += (self.reply * (weight < 1.0) + self.loglik * (weight > 0.0)) * c.members * c.rows
         evaluations = 1 + -(-total // (c.eval_every or total))
         seconds += evaluations * len(setup.heldout()) * self.reply
+        if c.evolve:  # what proposals may play; prompts that grow are not foreseen
+            seconds *= 1.0 + c.evolve_budget
         return min(seconds, c.time) if c.time else seconds
 
 

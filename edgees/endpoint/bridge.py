@@ -376,7 +376,7 @@ class Bridge:
         try:
             if wanted.prompt is None:
                 context = Context() if policy.files else policy.context
-                tokens = self.engine.encode_chat(context.apply(wanted.messages, whole=True), wanted.tools)
+                tokens = self.engine.encode_chat(context.apply(wanted.messages, whole=True, same=True), wanted.tools)
             else:
                 tokens = self.engine.encode(wanted.prompt)
         except Exception as error:  # a conversation that the template refuses, or a text that is none
