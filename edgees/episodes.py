@@ -29,7 +29,8 @@ class Ending:
     reward: None where there is none, and ``fault`` says why; such an episode is excluded, never counted as 0.
     outcome: ``finished``; ``truncated`` (a limit of turns, tokens or time; ``reason`` says which); ``overflow`` (the
         context was full); ``failed`` (what played with the model broke down).
-    messages: everything that was said, replies included.
+    messages: everything that was said, replies included. given: how many of them every episode begins with (system
+        message, the environment's own examples).
     """
 
     reward: float | None
@@ -38,6 +39,7 @@ class Ending:
     fault: str = ""
     messages: tuple[Message, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    given: int = 0
 
 
 class Episode(Protocol):

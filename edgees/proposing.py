@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ REPLY = 512
 """Tokens of a reflecting model's reply, where it is a local one."""
 CONTEXT = 4096
 """Tokens that a sequence of a reflecting GGUF may have."""
+PRACTICE = 16
+"""Training rows that are played where evolvers would see nothing else."""
 SHOWN = 96
 """Training rows whose reference answers evolvers see where nothing was answered yet."""
 
@@ -86,7 +88,7 @@ class Proposer:
         order = RowOrder(c.seed + 1, len(self._rows), len(self._rows)).rows(number)
         situation = evolve.Situation(
             context=context,
-            attempts=self._attempts(generation, order),
+            attempts=self._attempts(generation, context, order),
             reflect=self._reflect,
             play=lambda tried, rows: self._play(generation, tried, rows),
             rows=[self.setup.task.train[i].id for i in order],
@@ -107,18 +109,24 @@ class Proposer:
             "failures": list(made.failures), "rollouts": self.rollouts, "tokens": self.tokens,
         }  # fmt: skip
 
-    def _attempts(self, generation: int, order: Sequence[int]) -> list[evolve.Attempt]:
+    def _attempts(self, generation: int, context: Context, order: Sequence[int]) -> list[evolve.Attempt]:
+        """Of the last generation; where nothing was answered, reference answers, or tries made for the purpose."""
         trace = self.folder / "traces" / f"{generation - 1:06d}.jsonl"
         if generation and trace.exists():
             told = [json.loads(line) for line in trace.read_text(encoding="utf-8", errors="replace").splitlines()]
             return [self._attempt(self._rows[t["row"]], t) for t in told if t["row"] in self._rows]
         rows = [self.setup.task.train[i] for i in order[:SHOWN]]
-        return [self._attempt(row, {}) for row in rows if row.answer is not None and row.messages]
+        found = [self._attempt(row, {}) for row in rows if row.answer is not None and row.messages]
+        if found:
+            return found
+        with suppress(evolve.Spent):
+            return self._play(generation, context, [row.id for row in rows[:PRACTICE]])
+        return []
 
     @staticmethod
     def _attempt(row: Row, told: dict[str, Any]) -> evolve.Attempt:
         """told: a line of a trace; {}: nothing was answered."""
-        messages: Sequence[Any] = told.get("messages") or row.messages
+        messages: Sequence[Any] = told.get("messages", ())[told.get("given", 0) :] or row.messages
         if told and "messages" not in told:
             messages = [*row.messages, {"role": "assistant", "content": told["answer"]}]
         return evolve.Attempt(
@@ -143,7 +151,7 @@ class Proposer:
                 "answer": t.completion, "reward": value if value == value else None, "fault": t.fault,
                 "context": context.digest,
             }  # fmt: skip
-            found.append(self._attempt(t.row, told | ({"messages": t.messages} if t.episode else {})))
+            found.append(self._attempt(t.row, told | ({"messages": t.messages, "given": t.given} if t.episode else {})))
         return found
 
     def _reply_of(self, engine: Engine) -> Callable[[str], str]:

@@ -84,7 +84,8 @@ class Trajectory:
         :class:`edgees.episodes.Ending`, ``reason`` and ``parts`` too.
     episode: whether it is one. Then messages: all that was said, but for what the context adds; reward: what it
         itself paid, None for nothing; fault: why there can be no reward; turns: replies.
-    attempts: where there was more than one, each by itself; chosen: which of them this is.
+    attempts: where there was more than one, each by itself; chosen: which of them this is. given: messages that every
+        episode begins with.
     """
 
     member: Member
@@ -101,6 +102,7 @@ class Trajectory:
     turns: int = 1
     attempts: tuple[Trajectory, ...] = ()
     chosen: int = 0
+    given: int = 0
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
@@ -300,7 +302,7 @@ class _Game:
         assert end
         return Trajectory(
             self.member, self.row, "\n".join(self.replies), tuple(self.tokens), end.outcome, True, end.messages,
-            end.reward, end.fault, end.reason, dict(end.parts), len(self.replies),
+            end.reward, end.fault, end.reason, dict(end.parts), len(self.replies), given=end.given,
         )  # fmt: skip
 
 
@@ -372,7 +374,7 @@ class _Table:
     @staticmethod
     def _end(game: _Game, outcome: str, reason: str) -> None:
         end = game.episode.abandon(reason)
-        game.ending = Ending(end.reward, outcome, reason, end.fault, end.messages, end.parts)
+        game.ending = replace(end, outcome=outcome, reason=reason)
 
 
 def _with_agents(

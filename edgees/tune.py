@@ -112,7 +112,7 @@ def tune(
         setup = open_setup(config, stack, engine, task, scorer)
         spec = spec_of(setup.config, setup.engine)
         _require_space(setup.config, spec)
-        if setup.config.sigma == 0.0 and setup.config.sigma_abs is None:
+        if setup.config.sigma == 0.0 and setup.config.sigma_abs is None and setup.config.scope != "none":
             setup = _with_sigma(setup, spec, observer)
         folder = stack.enter_context(RunFolder.create(setup.config))
         with folder.made_or_removed():
@@ -680,6 +680,8 @@ class _Run:
     def look(self, generation: int) -> None:
         """Let the watchdogs look at the journal; say what they find, and stop where the user asked for it."""
         for finding in self.watch.see(self.history.lines, self.history.evals):
+            if self.config.scope == "none" and finding.kind in ("no-signal", "stall"):
+                continue  # of weights that nobody tunes
             append_line(self.folder.path / "metrics.jsonl", finding.record(generation))
             self.observer.on_message(f"{finding.kind}: {finding.text}")
             if finding.kind in self.config.stop_on and not finding.ended:
@@ -805,7 +807,7 @@ def _of_episode(t: Trajectory) -> dict[str, Any]:
         return {}
     return {
         "reason": t.reason, "fault": t.fault, "turns": t.turns, "tokens": len(t.tokens), "paid": t.reward,
-        "parts": dict(t.parts), "messages": list(t.messages),
+        "parts": dict(t.parts), "given": t.given, "messages": list(t.messages),
     }  # fmt: skip
 
 

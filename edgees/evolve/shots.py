@@ -6,6 +6,7 @@ asked. (The gain of an example depends on the model far more than on anything th
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ class Shots:
     def propose(self, situation: Situation) -> list[Candidate]:
         """Without examples in force: sets of 2, 4 and 8 that fit. Else: one more, one fewer, one exchanged."""
         examples = usable(situation)
-        there = {asked(shot) for shot in situation.context.shots}
-        fresh = [example for example in examples if asked(example.shot) not in there]
+        there = {_identity(shot) for shot in situation.context.shots}
+        fresh = [example for example in examples if _identity(example.shot) not in there]
         rng = random.Random(f"shots {situation.seed}")
         if situation.context.shots:
             return _varied(situation, fresh, rng)
@@ -68,9 +69,10 @@ def usable(situation: Situation) -> list[Example]:
         if size > situation.limit:
             continue
         example = Example(attempt.row, shot, words(asked(shot)), size, success)
-        known = best.get(asked(shot))
+        key = asked(shot) if len(shot) == 2 else f"row {attempt.row}"  # episodes may all begin with the same words
+        known = best.get(key)
         if known is None or (not example.success, example.size) < (not known.success, known.size):
-            best[asked(shot)] = example
+            best[key] = example
     return sorted(best.values(), key=lambda e: (e.size, e.row))
 
 
@@ -110,6 +112,11 @@ def by_reference(attempt: Attempt) -> Shot | None:
     if not said or any(m.get("role") in ("assistant", "tool") for m in said):
         return None
     return as_shot([*said, {"role": "assistant", "content": attempt.reference}])
+
+
+def _identity(shot: Sequence[dict]) -> str:
+    """What makes two examples the same: the question of an answer, all of an episode."""
+    return asked(shot) if len(shot) == 2 else json.dumps(list(shot), sort_keys=True)
 
 
 def asked(shot: Sequence[dict]) -> str:

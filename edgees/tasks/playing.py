@@ -173,6 +173,7 @@ class Play:
         self._begun = False
         self._ending: Ending | None = None
         self.actions: tuple[str, ...] = ()
+        self._given = 0
 
     def start(self) -> Ask | Ending:
         about = self._pool.about()
@@ -186,6 +187,7 @@ class Play:
         if opening[0]["role"] in ("system", "developer"):
             head = []
         self._messages = [*head, *about.examples, *opening]
+        self._given = len(head) + len(about.examples)
         return self._next(answer["done"], answer["truncated"])
 
     def _opening(self, answer: Mapping[str, Any], prompt: Any) -> list[Message]:
@@ -292,11 +294,13 @@ class Play:
         except Broken as error:
             return self._failed(error)
         parts = {**answer["parts"], **self._counts()}
-        self._ending = Ending(answer["reward"], outcome, reason, "", tuple(self._messages), parts)
+        self._ending = Ending(answer["reward"], outcome, reason, "", tuple(self._messages), parts, self._given)
         return self._ending
 
     def _failed(self, error: Broken) -> Ending:
-        self._ending = Ending(None, "failed", "environment", str(error), tuple(self._messages), self._counts())
+        self._ending = Ending(
+            None, "failed", "environment", str(error), tuple(self._messages), self._counts(), self._given
+        )
         return self._ending
 
     def _counts(self) -> dict[str, float]:
