@@ -367,7 +367,7 @@ class _Run:
                 self.propose(g)
             fraction = self.fraction()
             sigma = sigma_at(fraction, self.sigma, c.sigma_end)
-            lr = c.lr * sigma / self.sigma
+            lr = c.lr * sigma / self.sigma if self.sigma else 0.0  # scope none has neither
             weight = loglik_weight(fraction, c.loglik, c.loglik_hold, c.loglik_end)
             members = self.population.ask(g, 0.0 if c.scope == "none" else sigma)
             rows = [self.task.train[i] for i in self.order.rows(g)]

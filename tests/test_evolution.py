@@ -266,3 +266,10 @@ def test_contexts_by_place_in_a_call() -> None:
     assert together == alone
     bare = [t.completion for t in rollout.play(engine, rollouts, settings_of([Context()] * 3))]
     assert together[1] != bare[1] and together[2] == bare[2]  # an example that asks the very question is left out
+
+
+def test_contexts_alone_need_no_sigma(tmp_path: Path) -> None:
+    run, heard = tmp_path / "run", Heard()
+    tune.tune(settings(run, scope="none", sigma=0.0, generations=2), task=task(only_context), observer=heard)
+    assert History.open(run / "history.jsonl").lines[0]["lr"] == 0.0
+    assert not any("probe" in text or text.startswith("no-signal") for text in heard.texts)

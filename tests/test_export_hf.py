@@ -405,7 +405,7 @@ def test_verify_catches_what_is_not_the_scored_model(
 ) -> None:
     write = merge.write_gguf
 
-    def reversed_heads(effective: Any, path: Path, type_name: str, moments: Any = None) -> list[str]:
+    def reversed_heads(effective: Any, path: Path, type_name: str, moments: Any = None, _: Any = None) -> list[str]:
         if path.name != "scored.gguf":
             form = merge.GgufForm.of(effective)
             rows = form.rows
