@@ -172,16 +172,17 @@ def rehearse(
         setup = open_setup(config, stack, engine, task, scorer)
         c, task = setup.config, setup.task
         spec = spec_of(c, setup.engine)
+        tuned = () if c.scope == "none" else spec.tensors
         disk = _require_space(c, spec)
         costs, answers = probe(setup)
         scores = rewards.judge(setup.scorer, answers[:1])
         sample = {"row": answers[0].row.id, "answer": answers[0].completion, "reward": scores.rewards[0]}
         return {
             "model": c.model, "task": task.name, "train": len(task.train), "heldout": len(task.heldout),
-            "tensors": len(spec.tensors), "weights": sum(t.size for t in spec.tensors),
+            "tensors": len(tuned), "weights": sum(t.size for t in tuned),
             "frozen": len(setup.engine.frozen), "disk_bytes": disk, "generations": c.max_generations,
             "seconds": costs.of_run(setup), "sample": sample,
-            "warnings": [*task.warnings, *_frozen(setup.engine)],
+            "warnings": [*task.warnings, *(_frozen(setup.engine) if tuned else ())],
         }  # fmt: skip
 
 
@@ -398,7 +399,8 @@ class _Run:
             agents = self.setup.agents
             if agents is not None:
                 agents.log = self.folder.path / "agents.log"
-            for text in (*self.task.warnings, *(agents.notes if agents else ()), *_frozen(self.engine)):
+            frozen = [] if self.config.scope == "none" else _frozen(self.engine)
+            for text in (*self.task.warnings, *(agents.notes if agents else ()), *frozen):
                 self.observer.on_message(text)
             try:
                 self.foretell()

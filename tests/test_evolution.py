@@ -394,3 +394,12 @@ def test_the_context_to_begin_with_lies_in_the_run(tmp_path: Path) -> None:
     notes.write_text("- Say please.\n")
     tune.tune(settings(run, evolve=[], context_file=str(notes), generations=1), task=task(only_context))
     assert json.loads((run / "context.json").read_text())["skills"] == "- Say please."
+
+
+def test_a_rehearsal_of_contexts_alone_tells_of_no_weights(tmp_path: Path) -> None:
+    heard = Heard()
+    made = settings(tmp_path / "run", scope="none", generations=1)
+    found = tune.rehearse(made, task=task(only_context))
+    assert (found["weights"], found["tensors"], found["warnings"]) == (0, 0, [])
+    tune.tune(made, task=task(only_context), observer=heard)
+    assert not any("stay as they are" in text for text in heard.texts)
