@@ -24,6 +24,8 @@ from edgees.errors import DataError
 FORMAT = 1
 HEADING = "Notes from earlier tries:"
 """Stands between the system message and the notes."""
+LARGEST = 1 << 20
+"""Characters of a file that holds a context."""
 _ROLES = ("user", "assistant", "tool")
 _SYSTEM = ("system", "developer")
 
@@ -94,7 +96,11 @@ class Context:
             raise DataError(f"{where}: system and skills must be texts", hint)
         if not isinstance(shots, list) or not all(_is_shot(shot) for shot in shots):
             raise DataError(f"{where}: shots must be lists of messages that begin with the user's", hint)
-        _require_text([system or "", skills, json.dumps(shots, ensure_ascii=False)], where)
+        try:
+            written = json.dumps(shots, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"{where}: shots that are not JSON: {error}", hint) from error
+        _require_text([system or "", skills, written], where)
         return cls(system, skills, tuple(tuple(dict(m) for m in shot) for shot in shots))
 
     def to_text(self) -> str:
@@ -113,11 +119,15 @@ def load(path: str | Path) -> Context:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with open(file, encoding="utf-8-sig") as opened:
+            text = opened.read(LARGEST + 1)
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8", "Save it as UTF-8.") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}", "Give a context.json or Markdown.") from error
+    if len(text) > LARGEST or "\0" in text:
+        what = "has NUL characters in it" if "\0" in text else f"has more than {LARGEST:,} characters"
+        raise DataError(f"{file} {what}", "Give a context.json or Markdown.")
     if file.suffix.lower() != ".json":
         _require_text([text], str(file))
         return Context(skills=text.strip())
@@ -152,8 +162,15 @@ def _is_shot(shot: Any) -> bool:
         and bool(shot)
         and all(isinstance(m, dict) and m.get("role") in _ROLES for m in shot)
         and all(m.get("content") is None or isinstance(m["content"], str) for m in shot)
+        and all(isinstance(m.get("tool_calls") or [], (list, tuple)) for m in shot)
+        and all(_is_call(call) for m in shot for call in m.get("tool_calls") or ())
         and shot[0]["role"] == "user"
     )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _require_text(texts: Sequence[str], where: str) -> None:

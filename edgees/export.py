@@ -42,7 +42,7 @@ from edgees.gguf_from_hf import Twin
 from edgees.hf_files import HfFolder
 from edgees.merge import FLOATS, Effective, Run, SafeTensors, finite, pieces, to_float
 from edgees.report import size
-from edgees.template import CHATML
+from edgees.template import CHATML, ChatTemplate, TemplateRefused
 
 KINDS = ("gguf", "safetensors", "adapter")
 SHARD_BYTES = 5_000_000_000
@@ -324,7 +324,16 @@ class _Export:
                 "examples with tool calls cannot be baked into a chat template",
                 "leave --bake-context out: context.json lies beside the model",
             )
-        return recommend.baked(str(self.form.metadata.get("tokenizer.chat_template") or CHATML), messages)
+        own = str(self.form.metadata.get("tokenizer.chat_template") or CHATML)
+        try:
+            with ChatTemplate(own) as template:
+                template.render([*messages, {"role": "user", "content": CHATS[0]}])
+        except TemplateRefused as error:  # our engines put a system message before the question instead
+            raise UsageError(
+                f"the context cannot be baked into this model's chat template, which refuses it: {error.message}",
+                "leave --bake-context out: context.json lies beside the model",
+            ) from error
+        return recommend.baked(own, messages)
 
     @contextmanager
     def scored(self, stage: Path) -> Iterator[LlamaCppEngine]:

@@ -18,7 +18,7 @@ from edgees import evolve, rewards, rollout
 from edgees.backends.base import CENTRE, Engine, Request
 from edgees.config import Config
 from edgees.context import Context
-from edgees.errors import UsageError
+from edgees.errors import TemplateError, UsageError
 from edgees.evolve import reflect
 from edgees.evolve.redaction import Redaction
 from edgees.history import History
@@ -76,6 +76,10 @@ class Proposer:
         self._gguf: Engine | None = None
         self.evolvers, self._reflect = opened(c, stack, self._reply_of(setup.engine), self._open_gguf, folder)
         self._rows = {row.id: row for row in setup.task.train}
+        longest: dict[tuple[str, ...], Row] = {}
+        for row in sorted(setup.task.train, key=lambda row: sum(len(m["content"]) for m in row.messages)):
+            longest[tuple(m["role"] for m in row.messages)] = row
+        self._longest = list(longest.values())
 
     def propose(self, generation: int, context: Context, wanted: int) -> dict[str, Any]:
         """A line of the journal but for its time: what is to be tried, where it comes from, what did not work."""
@@ -100,20 +104,54 @@ class Proposer:
             before=folders[1] if folders[1].is_dir() else None,
         )
         made = evolve.propose(self.evolvers, situation)
+        found, failures = [], list(made.failures)
+        for candidate in made.candidates:
+            if reason := self._unplayable(candidate.context, context):
+                failures.append(f"{candidate.origin}: {reason}")
+            else:
+                found.append(candidate)
         return {
             "proposal": number, "generation": generation, "from": context.digest,
             "candidates": [
                 {"digest": m.context.digest, "origin": m.origin, "context": m.context.to_dict()}
-                for m in made.candidates
+                for m in found
             ],
-            "failures": list(made.failures), "rollouts": self.rollouts, "tokens": self.tokens,
+            "failures": failures, "rollouts": self.rollouts, "tokens": self.tokens,
         }  # fmt: skip
+
+    def _unplayable(self, tried: Context, force: Context) -> str:
+        """Why rows cannot be played in a context, "" where they can: one that the model's chat template refuses, or
+        that leaves no room, would end the run, and not only its own trial. Tried with the longest row of each kind."""
+        for row in self._longest:
+            try:
+                need, before = self._needed(row, tried), self._needed(row, force)
+            except (TemplateError, UsageError) as error:
+                return error.message
+            if need > self.setup.engine.context_length >= before:
+                where = f"row {row.id}" if row.messages else "what is played"
+                return f"it leaves no room for {where} in the {self.setup.engine.context_length} tokens that there are"
+        return ""
+
+    def _needed(self, row: Row, context: Context) -> int:
+        """Tokens of a question with its reference answer, where that counts; of an episode those before it."""
+        setup = self.setup
+        if setup.config.agent_context == "files" and setup.agents is not None:
+            return 0
+        if not row.messages:
+            asked = [{"role": "user", "content": "?"}]
+            system = [{"role": "system", "content": context.system}] if context.system else []
+            return len(setup.engine.encode_chat(context.apply([*system, *asked], same=True))) + 1
+        conversation = setup.conversation(row, context)
+        if setup.config.loglik and row.answer is not None:
+            return sum(map(len, rollout.reference(setup.engine, conversation, row.answer)))
+        return len(setup.engine.encode_chat(conversation)) + 1
 
     def _attempts(self, generation: int, context: Context, order: Sequence[int]) -> list[evolve.Attempt]:
         """Of the last generation; where nothing was answered, reference answers, or tries made for the purpose."""
         trace = self.folder / "traces" / f"{generation - 1:06d}.jsonl"
         if generation and trace.exists():
-            told = [json.loads(line) for line in trace.read_text(encoding="utf-8", errors="replace").splitlines()]
+            lines = trace.read_text(encoding="utf-8", errors="replace").split("\n")  # a reply may have other line ends
+            told = [json.loads(line) for line in lines if line]
             return [self._attempt(self._rows[t["row"]], t) for t in told if t["row"] in self._rows]
         rows = [self.setup.task.train[i] for i in order[:SHOWN]]
         found = [self._attempt(row, {}) for row in rows if row.answer is not None and row.messages]

@@ -63,13 +63,21 @@ def before(found: Recommended, context: Context) -> list[Message]:
 
 def baked(template: str, messages: Sequence[Message]) -> str:
     """A chat template that puts these before conversations that bring no system message of their own."""
-    said = json.dumps([{"role": m["role"], "content": m.get("content") or ""} for m in messages], ensure_ascii=True)
-    # Jinja reads JSON's strings as they are, but for what it would take for the end of a block.
-    said = said.replace("%", "\\u0025").replace("{{", "{ {").replace("}}", "} }").replace("{#", "{ #")
+    said = ", ".join(
+        f'{{"role": {_literal(m["role"])}, "content": {_literal(m.get("content") or "")}}}' for m in messages
+    )
+    # The line end goes with the block before it, so that the template begins as it would alone.
     return (
         "{%- if not messages or messages[0]['role'] not in ['system', 'developer'] -%}"
-        "{%- set messages = " + said + " + messages -%}{%- endif -%}" + template
+        f"{{%- set messages = [{said}] + messages -%}}{{%- endif %}}\n{template}"
     )
+
+
+def _literal(text: str) -> str:
+    """A string of Jinja's, with no escapes but those that every implementation of it knows (llama.cpp's has no \\u)."""
+    for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
+        text = text.replace(plain, escaped)
+    return f'"{text}"'
 
 
 def modelfile(found: Recommended, gguf: str) -> str:

@@ -373,7 +373,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl; a last line cut off by a crash is left out. :raises RunError: no run, or damaged."""
     path = run / "metrics.jsonl"
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = [text for text in path.read_text(encoding="utf-8").split("\n") if text]
     except FileNotFoundError:
         raise RunError(
             f"{run} is not a run folder: it has no metrics.jsonl", "give the folder that tune named"
@@ -601,15 +601,21 @@ def contexts(run: Path) -> list[str]:
     rows: dict[str, list[float]] = {}
     played: dict[str, int] = {}
     fate: dict[str, str] = {}
+    taken: list[str] = []
     for line in history.lines:
         trial = line.get("trial") or {"units": {}, "dropped": [], "adopted": ""}
+        after = f"after generation {line['generation'] + 1}"
         for digest, units in trial["units"].items():
-            rows.setdefault(digest, []).extend(units)
+            if digest not in taken:  # what was in force was measured when it was adopted
+                rows.setdefault(digest, []).extend(units)
             played[digest] = played.get(digest, 0) + len(units) * max(1, each // 2)
-        fate |= dict.fromkeys(trial["dropped"], f"dropped after generation {line['generation'] + 1}")
-        if trial["adopted"]:
-            fate[trial["adopted"]] = f"**adopted** after generation {line['generation'] + 1}"
-            rows = {trial["adopted"]: rows[trial["adopted"]]} | {d: x for d, x in rows.items() if d in fate}
+        fate |= {digest: f"dropped {after}" for digest in trial["dropped"] if digest not in taken}
+        if new := trial["adopted"]:
+            if taken and taken[-1] in fate:
+                fate[taken[-1]] += f", replaced {after}"
+            fate[new] = f"{fate[new]}, taken back {after}" if new in taken else f"**adopted** {after}"
+            taken.append(new)
+            rows = {d: x for d, x in rows.items() if d in fate}
     made = [(p["from"], found) for p in history.proposals for found in p["candidates"]]
     first = history.context(0).digest
     out = ["## Contexts", "", f"- `{first[:8]}`: what the run began with"]
@@ -641,7 +647,7 @@ def _traces(path: Path) -> dict[str, Record]:
     """The lines of a trace by row; nothing where it is missing or damaged."""
     found: dict[str, Record] = {}
     with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in filter(None, path.read_text(encoding="utf-8", errors="replace").split("\n")):
             record = json.loads(line)
             found[str(record["row"])] = record
     return found

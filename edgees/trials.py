@@ -12,8 +12,9 @@ Evidence: if a candidate is no better and no worse, the difference on a row is a
 exp(b*x)/cosh(b*x) has the mean 1 for every b, and the product over rows is a martingale. By Ville's inequality it ever
 reaches 1/error with a probability of ``error`` at most, however often one looks and whenever one stops (Ramdas et al.,
 "Game-theoretic statistics and safe anytime-valid inference", Statistical Science 2023). Four values of b, relative to
-the size of the differences, are mixed; that size may be taken from the same rows, as signs are fair given sizes. The
-unit is the row and not the rollout: that a context suits some rows and not others is part of what must be outweighed.
+the size of the differences, are mixed; that size may be taken from the same rows, as signs are fair given sizes, but
+not from later ones: what was bet on a row stays as it was. The unit is the row and not the rollout: that a context
+suits some rows and not others is part of what must be outweighed.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ class Deal:
 
 @dataclass
 class Standing:
-    """What is known of a candidate against the context in force. differences: one a row. former: it was in force."""
+    """What is known of a candidate against the context in force. differences: one a row; scaled: the same, in units of
+    the size that differences had when each was found. former: it was in force."""
 
     former: bool = False
     differences: list[float] = field(default_factory=list)
+    scaled: list[float] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
@@ -132,9 +135,10 @@ class Trials:
         dropped = []
         for name, standing in self.standings.items():
             values = np.array([*standing.differences, *found.get(name, ())])
-            better[name], worse = evidence(values, scale), evidence(-values, scale)
+            bets = np.array([*standing.scaled, *(x / scale for x in found.get(name, ()))])
+            better[name], worse = evidence(bets), evidence(-bets)
             means[name] = float(values.mean()) if len(values) else 0.0
-            hopeless = worse >= math.log(1 / (LEAVE * self.error)) or len(values) >= PATIENCE
+            hopeless = (len(values) and worse >= math.log(1 / (LEAVE * self.error))) or len(values) >= PATIENCE
             if hopeless and better[name] < math.log(1 / self.error):
                 dropped.append(name)
         winners = [name for name, value in better.items() if value >= math.log(1 / self.error)]
@@ -147,8 +151,10 @@ class Trials:
         What an adopted context has replaced stays on trial, so that later evidence can bring it back; all that is
         known of the others was against it, and is forgotten.
         """
+        scale = self._scale(verdict["units"])
         for name, values in verdict["units"].items():
             self.standings[name].differences += values
+            self.standings[name].scaled += [x / scale for x in values]
         for name in verdict["dropped"]:
             del self.standings[name]
         adopted = verdict["adopted"]
@@ -176,8 +182,9 @@ def units(deal: Deal, rewards: np.ndarray) -> dict[str, list[float]]:
         for row in range(rewards.shape[2]):
             sides = [mine[arms[:, row] == arm, :, row] for arm in (1, 0)]
             sides = [side[np.isfinite(side)] for side in sides]
-            if all(side.size for side in sides):
-                found.setdefault(name, []).append(float(sides[0].mean() - sides[1].mean()))
+            # As many on each side: of skewed rewards the mean of three differs from that of two in no fair way.
+            if each := min(side.size for side in sides):
+                found.setdefault(name, []).append(float(sides[0][:each].mean() - sides[1][:each].mean()))
     return found
 
 
@@ -197,11 +204,11 @@ def level(deal: Deal, rewards: np.ndarray) -> np.ndarray:
     return found
 
 
-def evidence(differences: np.ndarray, scale: float) -> float:
-    """Natural logarithm of the mixed martingale: 0 for nothing known. differences: float64 [n]."""
-    if not len(differences):
+def evidence(scaled: np.ndarray) -> float:
+    """Natural logarithm of the mixed martingale: 0 for nothing known. scaled: float64 [n], see :class:`Standing`."""
+    if not len(scaled):
         return 0.0
-    x = np.asarray(differences, np.float64) / scale
+    x = np.asarray(scaled, np.float64)
     logs = [float(np.sum(b * x - (np.logaddexp(b * x, -b * x) - math.log(2.0)))) for b in BETS]
     top = max(logs)
     return top + math.log(sum(math.exp(v - top) for v in logs) / len(BETS))

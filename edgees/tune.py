@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -118,6 +118,7 @@ def tune(
         with folder.made_or_removed():
             delta = stack.enter_context(Delta.create(folder.delta_path, spec))
             history = History.create(folder.history_path, setup.header(spec))
+            write_context(folder.path, setup.context)
         return _Run(setup, folder, history, delta, observer).carry_on()
 
 
@@ -171,16 +172,17 @@ def rehearse(
         setup = open_setup(config, stack, engine, task, scorer)
         c, task = setup.config, setup.task
         spec = spec_of(c, setup.engine)
+        tuned = () if c.scope == "none" else spec.tensors
         disk = _require_space(c, spec)
         costs, answers = probe(setup)
         scores = rewards.judge(setup.scorer, answers[:1])
         sample = {"row": answers[0].row.id, "answer": answers[0].completion, "reward": scores.rewards[0]}
         return {
             "model": c.model, "task": task.name, "train": len(task.train), "heldout": len(task.heldout),
-            "tensors": len(spec.tensors), "weights": sum(t.size for t in spec.tensors),
+            "tensors": len(tuned), "weights": sum(t.size for t in tuned),
             "frozen": len(setup.engine.frozen), "disk_bytes": disk, "generations": c.max_generations,
             "seconds": costs.of_run(setup), "sample": sample,
-            "warnings": [*task.warnings, *_frozen(setup.engine)],
+            "warnings": [*task.warnings, *(_frozen(setup.engine) if tuned else ())],
         }  # fmt: skip
 
 
@@ -340,11 +342,12 @@ class _Run:
         self.watch = watch.Watch(max(wanted.values(), default=0) / max(wanted.total(), 1), self.config.drift_budget)
         self.watch.catch_up(history.lines, history.evals)
         self.stopped = False
+        self.fruitless = 0
         self.stack = ExitStack()
         self.trials = Trials(setup.context.digest, self.config.evolve_error)
         for entry in sorted([*history.proposals, *history.lines], key=lambda e: (e["generation"], "proposal" not in e)):
             if "proposal" in entry:
-                self.trials.propose([found["digest"] for found in entry["candidates"]])
+                self.put_on_trial(entry)
             elif "trial" in entry:
                 self.trials.take(entry["trial"])
         self.proposer = Proposer(setup, history, folder.path, self.stack) if self.config.evolve else None
@@ -365,6 +368,8 @@ class _Run:
                 return
             if self.proposal_is_due(g):
                 self.propose(g)
+                if self.stopped:
+                    continue
             fraction = self.fraction()
             sigma = sigma_at(fraction, self.sigma, c.sigma_end)
             lr = c.lr * sigma / self.sigma if self.sigma else 0.0  # scope none has neither
@@ -394,7 +399,8 @@ class _Run:
             agents = self.setup.agents
             if agents is not None:
                 agents.log = self.folder.path / "agents.log"
-            for text in (*self.task.warnings, *(agents.notes if agents else ()), *_frozen(self.engine)):
+            frozen = [] if self.config.scope == "none" else _frozen(self.engine)
+            for text in (*self.task.warnings, *(agents.notes if agents else ()), *frozen):
                 self.observer.on_message(text)
             try:
                 self.foretell()
@@ -647,19 +653,20 @@ class _Run:
         line["candidates"] = [found for found in line["candidates"] if found["digest"] not in known]
         self.lap("propose")
         self.history.append({**line, "seconds": self.seconds()})
-        self.trials.propose([found["digest"] for found in line["candidates"]])
+        self.put_on_trial(line)
         for found in line["candidates"]:
             self.observer.on_message(f"context {found['digest'][:8]} on trial: {found['origin']}")
         for failure in line["failures"]:
             self.observer.on_message(f"proposal failed: {failure}")
-        empty = 0
-        for made in reversed(self.history.proposals):
-            empty += not made["candidates"]
-            if made["candidates"]:
-                break
-        if self.config.scope == "none" and empty >= FRUITLESS and not self.trials.new:
+        if self.stopped:
+            self.observer.on_message(f"the run ends here: {self.fruitless} proposals in a row held nothing new to try")
+
+    def put_on_trial(self, proposal: Mapping[str, Any]) -> None:
+        """A proposal's candidates. One that is the last of several without any ends a run that tunes no weights."""
+        self.trials.propose([found["digest"] for found in proposal["candidates"]])
+        self.fruitless = 0 if proposal["candidates"] else self.fruitless + 1
+        if self.config.scope == "none" and self.fruitless >= FRUITLESS and not self.trials.new:
             self.stopped = True
-            self.observer.on_message(f"the run ends here: {empty} proposals in a row held nothing new to try")
 
     def turn(self, generation: int) -> None:
         """Take the verdict of a generation: which context is in force now, which are not tried any longer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import signal
@@ -23,6 +24,7 @@ from edgees.errors import Interrupted, UsageError
 from edgees.history import History
 from edgees.report import Observer
 from edgees.tasks.rows import Row, Task
+from edgees.template import TemplateRefused
 
 GOOD, BAD = "Be helpful.", "Be rude."
 EVOLVER = f"""
@@ -273,3 +275,131 @@ def test_contexts_alone_need_no_sigma(tmp_path: Path) -> None:
     tune.tune(settings(run, scope="none", sigma=0.0, generations=2), task=task(only_context), observer=heard)
     assert History.open(run / "history.jsonl").lines[0]["lr"] == 0.0
     assert not any("probe" in text or text.startswith("no-signal") for text in heard.texts)
+
+
+class Strange(Play):
+    """Says what other line ends are, and calls a tool with no number."""
+
+    calls = ({"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": float("nan")}}},)
+
+    def reply(self, text: str, outcome: str) -> Ask | Ending:
+        said = {"role": "assistant", "content": f"one\u2028two\x85{text}", "tool_calls": list(self.calls)}
+        return Ending(float(text), messages=(*self.messages, said))
+
+
+def test_replies_with_any_line_ends_and_calls_that_are_no_json_cost_a_proposal_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(Table, "begin", lambda self, row, columns, system, seed: Strange(self.pays, system, 0))
+    tune.tune(settings(run, evolve=["shots"], generations=3), task=task(only_context), observer=Heard())
+    history = History.open(run / "history.jsonl")
+    assert history.generation == 3 and not any(p["candidates"] for p in history.proposals)
+    assert "not JSON" in history.proposals[-1]["failures"][0]
+    assert "one two" in "\n".join(report.examples(run, [{"generation": g, "heldout": float(g)} for g in (0, 3)]))
+
+
+def test_a_run_without_anything_new_ends_in_the_same_place_when_it_is_resumed(tmp_path: Path) -> None:
+    nothing = "def propose(context, attempts, seed):\n    return []"
+    whole = tmp_path / "whole"
+    tune.tune(settings(whole, nothing, scope="none"), task=task(only_context))
+    lines = (whole / "history.jsonl").read_bytes().splitlines(keepends=True)
+    for cut in range(2, len(lines) + 1):
+        part = tmp_path / f"part{cut}"
+        shutil.copytree(whole, part)
+        (part / "history.jsonl").write_bytes(b"".join(lines[:cut]))
+        tune.resume(part, task=task(only_context))
+        assert journal(part) == journal(whole)
+
+
+class Narrow(ToyEngine):
+    """Refuses conversations whose roles do not alternate, as some chat templates do."""
+
+    def __init__(self) -> None:
+        super().__init__("toy:context=120")
+
+    def encode_chat(self, messages: Any, tools: Any = ()) -> list[int]:
+        roles = [m["role"] for m in messages if m["role"] != "system"]
+        if any(a == b for a, b in itertools.pairwise(roles)):
+            raise TemplateRefused("roles must alternate")
+        return super().encode_chat(messages, tools)
+
+
+@pytest.mark.parametrize("loglik", [0.0, 1.0])
+def test_contexts_that_cannot_be_played_are_not_tried(tmp_path: Path, loglik: float) -> None:
+    rows = [Row.plain(f"r{i}", f"question {i}", "1.5") for i in range(40)]
+    answering = Task("t", tuple(rows[:30]), tuple(rows[30:]), (lambda completions, **_: [1.0] * len(completions),),
+                     max_tokens=16)  # fmt: skip
+    evolver = """
+def propose(context, attempts, seed):
+    refused = {"shots": [[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]], "origin": "two"}
+    return [refused, {"skills": "- long " * 20, "origin": "long"}, {"skills": "- ok", "origin": "short"}]
+"""
+    run = tmp_path / "run"
+    made = settings(run, evolver, generations=2, loglik=loglik, loglik_hold=1.0, loglik_end=1.0)
+    tune.tune(made, engine=Narrow(), task=answering)
+    history = History.open(run / "history.jsonl")
+    assert [c["origin"] for c in history.proposals[0]["candidates"]] == ["short"]
+    assert history.proposals[0]["failures"] == [
+        "two: roles must alternate", "long: it leaves no room for row r29 in the 120 tokens that there are",
+    ]  # fmt: skip
+
+
+def test_the_page_tells_what_was_adopted_by_what_it_was_then(tmp_path: Path) -> None:
+    """A context that was replaced is on trial again, against what replaced it; that is another trial."""
+    run = tmp_path / "run"
+    tune.tune(settings(run, generations=2), task=task(only_weights))
+    lines = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    one, two = (Context(system=text) for text in ("One.", "Two."))
+    kept = [line for line in lines if "history" in line or ("generation" in line and "proposal" not in line)]
+    offer = {
+        "proposal": 0, "generation": 0, "from": Context().digest, "failures": [], "rollouts": 0, "tokens": 0,
+        "candidates": [{"digest": c.digest, "origin": c.system, "context": c.to_dict()} for c in (one, two)],
+    }  # fmt: skip
+    told = [
+        {"units": {one.digest: [0.5, 0.5], two.digest: [0.0]}, "adopted": one.digest, "dropped": []},
+        {"units": {Context().digest: [-0.5], two.digest: [0.25]}, "adopted": two.digest, "dropped": []},
+        {"units": {one.digest: [-1.0]}, "adopted": "", "dropped": [one.digest, Context().digest]},
+    ]
+    generations = [{**kept[1], "generation": g, "trial": {"evidence": {}, **t}} for g, t in enumerate(told)]
+    (run / "history.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (kept[0], offer, *generations)))
+    page = "\n".join(report.contexts(run))
+    assert "One.: +0.500 a row over 2 rows, about 6 rollouts; **adopted** after generation 1, replaced after" in page
+    assert "Two.: +0.250 a row over 1 rows" in page
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a\0b", b"x" * (1 << 20) + b"yz", None])
+def test_files_that_hold_no_context(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "SKILL.md"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        tune.tune(settings(tmp_path / "run", context_file=str(file)), task=task(only_context))
+    assert "SKILL.md" in str(error.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("calls", ['"x"', "[{}]", '[{"function": {"name": 1}}]', "7", "[NaN]"])
+def test_calls_that_are_none_are_no_example(tmp_path: Path, calls: str) -> None:
+    file = tmp_path / "context.json"
+    file.write_text(
+        f'{{"shots": [[{{"role": "user", "content": "q"}}, {{"role": "assistant", "tool_calls": {calls}}}]]}}'
+    )
+    with pytest.raises(UsageError) as error:
+        tune.tune(settings(tmp_path / "run", context_file=str(file)), task=task(only_context))
+    assert "shots" in str(error.value)
+
+
+def test_the_context_to_begin_with_lies_in_the_run(tmp_path: Path) -> None:
+    notes, run = tmp_path / "notes.md", tmp_path / "run"
+    notes.write_text("- Say please.\n")
+    tune.tune(settings(run, evolve=[], context_file=str(notes), generations=1), task=task(only_context))
+    assert json.loads((run / "context.json").read_text())["skills"] == "- Say please."
+
+
+def test_a_rehearsal_of_contexts_alone_tells_of_no_weights(tmp_path: Path) -> None:
+    heard = Heard()
+    made = settings(tmp_path / "run", scope="none", generations=1)
+    found = tune.rehearse(made, task=task(only_context))
+    assert (found["weights"], found["tensors"], found["warnings"]) == (0, 0, [])
+    tune.tune(made, task=task(only_context), observer=heard)
+    assert not any("stay as they are" in text for text in heard.texts)

@@ -17,11 +17,14 @@ import pytest
 from runs import make_run
 from safetensors.numpy import load_file
 
-from edgees import cli, export, gguf_file, hf_layout, merge, noise
+from edgees import cli, export, gguf_file, hf_layout, merge, noise, recommend
 from edgees.backends.llamacpp import LlamaCppEngine
+from edgees.context import HEADING, Context
 from edgees.errors import ExportError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
+from edgees.history import History, with_header
 from edgees.merge import Effective
+from edgees.template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Please turn on two lamps,\n  at half past nine! 12345 é"}]
 
@@ -419,3 +422,67 @@ def test_transformers_agrees(arch: str, tmp_path: Path) -> None:
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0].numpy()
     assert np.abs(ours - theirs).max() < 4e-3 * np.abs(ours).max()  # the KV cache is half precision here
+
+
+# ---- contexts
+HARD = 'Say {"a": {"b": 1}}, {{x}} {# c #} 100 %} {%- endif -%} \\u0041 \\ "é" \U0001f600\r\n\ttab\' }}'
+
+
+def in_context(run: Path, context: Context) -> Path:
+    """The same run as if it had begun with a context."""
+    file = run / "history.jsonl"
+    recommended = {"attempts": "single", "temperature": 0.0, "max_tokens": 16, "tools": True, "system": None}
+    header = History.open(file).header | {"context": context.to_dict(), "recommended": recommended}
+    file.write_bytes(with_header(file, header))
+    return run
+
+
+def test_a_context_is_baked_in_word_for_word(model: Path, tmp_path: Path) -> None:
+    """And with no escapes that llama.cpp's own Jinja, or Python's, would read otherwise."""
+    shot = ({"role": "user", "content": HARD}, {"role": "assistant", "content": "four"})
+    run = in_context(make_run(tmp_path / "run", model, task="sums"), Context(skills=HARD, shots=(shot,)))
+    made = export.export(run, "gguf", tmp_path / "out.gguf", bake=True, verify=True)
+    assert made["verify"]["ok"]
+    with GgufFile(tmp_path / "out.gguf") as file, GgufFile(model) as base:
+        baked, own = (str(f.metadata["tokenizer.chat_template"]) for f in (file, base))
+    assert "\\ud83d" not in baked and "\U0001f600" in baked
+    head = [{"role": "system", "content": f"{HEADING}\n{HARD}"}, *shot]
+    with ChatTemplate(baked) as after, ChatTemplate(own) as before:
+        assert after.render(HELLO) == before.render([*head, *HELLO])
+        asked = [{"role": "system", "content": "Own."}, *HELLO]
+        assert after.render(asked) == before.render(asked)
+    assert json.loads((tmp_path / "out.context.json").read_text())["skills"] == HARD
+
+
+def test_a_template_begins_as_it_would_alone() -> None:
+    own = "\n  {% if true %}  {{ messages[0]['content'] }}{% endif %}"
+    with ChatTemplate(recommend.baked(own, HELLO)) as baked, ChatTemplate(own) as before:
+        assert baked.render([{"role": "user", "content": "x"}]) == before.render(HELLO)
+
+
+def test_a_context_that_the_template_refuses_is_not_baked_in(tmp_path: Path) -> None:
+    """Our engines put a system message before the question there; a template that refused every question is no use."""
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + models.CHATML
+    path = models.tiny_gguf(tmp_path / "m.gguf", template=template)
+    run = in_context(make_run(tmp_path / "run", path, task="sums"), Context(skills="- add"))
+    with pytest.raises(UsageError, match="no system"):
+        export.export(run, "gguf", tmp_path / "out", bake=True)
+    assert not (tmp_path / "out").exists()
+    assert export.export(run, "gguf", tmp_path / "out", verify=True)["verify"]["ok"]
+
+
+@pytest.mark.parametrize("to", ["gguf", "safetensors", "adapter"])
+def test_every_export_has_the_context_with_its_calls_of_tools(model: Path, tmp_path: Path, to: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": HARD}}}
+    shot = (
+        {"role": "user", "content": HARD}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": HARD}, {"role": "assistant", "content": "done"},
+    )  # fmt: skip
+    context = Context(system='"""' + HARD, skills=HARD, shots=(shot,))
+    run = in_context(make_run(tmp_path / "run", model, "adapter", params="proj", task="sums"), context)
+    made = export.export(run, to, tmp_path / "out")
+    [file] = [Path(f["path"]) for f in made["files"] if f["path"].endswith("context.json")]
+    assert Context.from_dict(json.loads(file.read_text()), "") == context
+    with pytest.raises(UsageError):
+        export.export(run, to, tmp_path / "baked", bake=True)
+    assert not (tmp_path / "baked").exists()
