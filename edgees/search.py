@@ -196,7 +196,7 @@ def _opened(
     if "model" in given or "scope" in given:
         raise UsageError("--run has a model and a scope of its own", "leave --model and --scope out, or --run")
     history, tuned, centre, _ = open_weights(run, weights, stack)
-    mine = {name: DEFAULTS[name] for name in ("pairs", "loglik")} | {"evolve": ()}
+    mine = {name: DEFAULTS[name] for name in ("pairs", "loglik")} | {"evolve": (), "groups": 1}
     if tuned.scope == "none":  # whose delta is an adapter of zeros
         mine["scope"] = "adapter"
     if tuned.sigma_abs is None:

@@ -324,3 +324,9 @@ def test_an_interrupted_command(
     assert run(asked) == 130
     told = json.loads(capsys.readouterr().out)
     assert told["interrupted"] is True and told["rows"][0]["reward"] is not None
+
+
+def test_a_run_may_have_more_groups_than_a_search_has_pairs(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "toy", "full", engine="toy", pairs=32, groups=16)
+    given = {name: value for name, value in GIVEN.items() if name not in ("model", "engine", "scope")}
+    assert search(given, Plan("es", 9), task=made(), count=1, run=folder).rows[0].curve
