@@ -65,9 +65,9 @@ def cost(heuristic: Callable[[int, list[int]], Sequence[float]], instance: Insta
         best = max(range(len(numbers)), key=numbers.__getitem__)
         if best == len(room):
             used += 1
-            left.append(capacity - item)
-        else:
-            left[room[best]] -= item
-        if left and 0 in left[-1:] + ([left[room[best]]] if best < len(room) else []):
-            left = [space for space in left if space]
+            room.append(len(left))
+            left.append(capacity)
+        left[room[best]] -= item
+        if not left[room[best]]:
+            del left[room[best]]
     return used / math.ceil(sum(items) / capacity) - 1.0
