@@ -50,12 +50,13 @@ MODULES: dict[str, dict[str, Any]] = {
     "collections": {name: getattr(collections, name) for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
     "functools": {name: getattr(functools, name) for name in ("cmp_to_key", "lru_cache", "partial", "reduce")},
 }
-BUILTINS = (
-    "abs all any bin bool complex dict divmod enumerate filter float frozenset hash int isinstance iter len list map "
-    "max min next pow range repr reversed round set slice sorted str sum tuple zip True False None Exception "
-    "ArithmeticError AssertionError IndexError KeyError LookupError OverflowError StopIteration TypeError ValueError "
-    "ZeroDivisionError"
-).split()
+BUILTINS = [
+    "abs", "all", "any", "bin", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset",
+    "hash", "int", "isinstance", "iter", "len", "list", "map", "max", "min", "next", "pow", "range", "repr", "reversed",
+    "round", "set", "slice", "sorted", "str", "sum", "tuple", "zip", "Exception", "ArithmeticError", "AssertionError",
+    "IndexError", "KeyError", "LookupError", "OverflowError", "StopIteration", "TypeError", "ValueError",
+    "ZeroDivisionError",
+]  # fmt: skip
 _INNER = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "co_")
 _LEFT_OUT = ("typing", "__future__")
 _UNUSED = (ast.ClassDef, ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await, ast.MatchClass)
@@ -93,7 +94,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def read(text: str, function: str) -> str:
-    """The program in a text: imports, functions and constants. :raises Refused: it cannot be read, or may not be run."""
+    """The program in a text: imports, functions, constants. :raises Refused: it cannot be read, or may not be run."""
     if len(text) > LONGEST:
         raise Refused(f"it has {len(text):,} characters, more than {LONGEST:,}")
     try:
