@@ -523,9 +523,8 @@ OF_HEURISTICS = (
 )
 @click.option("--out", type=click.Path(path_type=Path), help="With --heuristic: a file for the best program.")
 @json_option
-@click.pass_context
 def search(
-    context: click.Context, names: tuple[str, ...], count: int, apart: bool, tuned: Path | None, last: bool,
+    names: tuple[str, ...], count: int, apart: bool, tuned: Path | None, last: bool,
     rollouts: int, seconds: str, method: str, sigma_end: float, enough: float, heuristic: str, out: Path | None,
     as_json: bool, **flags: Any,
 ) -> None:  # fmt: skip
@@ -536,15 +535,16 @@ def search(
     instances) are .8, 512, 4096, 20.
     """
     from edgees import config as settings
-    from edgees import heuristics
     from edgees import search as searching
 
     try:
         limit = settings.duration(seconds)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--time") from None
-    require_together(context, heuristic)
+    require_together(heuristic)
     if heuristic:
+        from edgees import heuristics
+
         with one_document(as_json) as document:
             evolved = heuristics.evolve(
                 heuristic, given(flags), proposals=rollouts, seconds=limit, run=tuned,
@@ -569,8 +569,9 @@ def search(
         raise Interrupted("interrupted; above stands the best so far")
 
 
-def require_together(context: click.Context, heuristic: str) -> None:
+def require_together(heuristic: str) -> None:
     """Searches on rows and evolutions of programs have different options. :raises click.UsageError: one too many."""
+    context = click.get_current_context()
     came = [p for p in context.command.get_params(context) if p.name and p.expose_value]
     default = click.core.ParameterSource.DEFAULT
     for param in came:
