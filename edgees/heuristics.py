@@ -359,7 +359,8 @@ class _Evolution:
 
 def source_of(problem: Problem, best: Program, found: Found | None) -> str:
     """A program as a file: what it costs in the docstring, on held-out instances once that is known."""
-    lines = [f"Heuristic for {problem.name}, found by edgees: {best.label}.", "", f"Cost: training {best.cost:.6f}"]
+    what = best.label if best.proposal else f"{best.label}, which nothing proposed was better than"
+    lines = [f"Heuristic for {problem.name}, by edgees search: {what}.", "", f"Cost: training {best.cost:.6f}"]
     if found is not None:
         for program in (best, *(p for p in found.first if p is not best)):
             heldout = found.heldout.get(program.label, Heldout(fault="not scored"))
