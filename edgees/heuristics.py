@@ -24,9 +24,11 @@ from edgees import config as settings
 from edgees import native
 from edgees.backends.base import CENTRE, Engine, Request
 from edgees.config import Config
+from edgees.delta import Delta
 from edgees.errors import EdgeesError, Interrupted, UsageError
 from edgees.evaluate import interval
 from edgees.evolve.reflect import DEADLINE_S, NoReply, Reflector, open_reflector
+from edgees.history import History
 from edgees.opening import open_engine, open_weights, require_same_base
 from edgees.population import request_seed
 from edgees.programs import Heldout, Problem, Program, Unusable, code_in, prompt_of
@@ -42,6 +44,8 @@ DEFAULTS: Mapping[str, Any] = {"scorer_timeout": 20.0, "temperature": 0.8, "max_
 """scorer_timeout: seconds that a program may take for all instances; the others are of a model on this machine."""
 
 Say = Callable[[str], None]
+Weights = tuple[History, Config, Delta, str]
+"""As :func:`edgees.opening.open_weights` gives them."""
 
 
 class _Late(Exception):
@@ -131,13 +135,14 @@ def evolve(
         why = "is there already" if target.exists() else "has no folder"
         raise UsageError(f"the file {target} {why}", "another name for --out, please")
     with ExitStack() as stack:
+        tuned = None if run is None else open_weights(run, weights, stack)
         chosen = _settings(given, run, model)
         opened = stack.enter_context(closing(Problem(problem, chosen.seed, chosen.scorer_timeout)))
         search = _Evolution(opened, chosen, proposals, seconds, target, say)
         if model is not None:
             search.model = model
         else:
-            search.model = stack.enter_context(closing(_reflector(chosen, run, weights, engine, search, stack)))
+            search.model = stack.enter_context(closing(_reflector(chosen, tuned, engine, search, stack)))
         return search.run()
 
 
@@ -153,18 +158,16 @@ def _settings(given: Mapping[str, Any], run: str | Path | None, model: Any) -> C
 
 
 def _reflector(
-    c: Config, run: str | Path | None, weights: str, engine: Engine | None, search: _Evolution, stack: ExitStack
+    c: Config, tuned: Weights | None, engine: Engine | None, search: _Evolution, stack: ExitStack
 ) -> Reflector:
     """The model that the settings name; one of this machine is loaded here, an API asked when it is needed."""
     native.threads(c.threads)
     here = engine
     if c.reflector == "self":
-        history, delta = None, None
-        if run is not None:
-            history, _, delta, _ = open_weights(run, weights, stack)
         if here is None:
             here = stack.enter_context(closing(open_engine(c.absolute())))
-        if history is not None and delta is not None:
+        if tuned is not None:
+            history, _, delta, _ = tuned
             require_same_base(history, here.base_hash, c.model)
             here.attach(delta)
 

@@ -82,6 +82,9 @@ class Problem:
             told = self._ask({"op": "problem"}, READING_S)
         except (ChildTimeout, ChildDied) as error:
             raise UsageError(f"the problem {path} cannot be read: {error}") from error
+        except UsageError:
+            self.close()
+            raise
         self.function, self.signature = str(told["function"]), str(told["signature"])
         self.documentation, self.about = str(told["documentation"]), str(told["about"])
         self.first: list[tuple[str, str]] = [(label, code) for label, code in told["first"]]

@@ -91,16 +91,16 @@ def test_a_better_program_wins_on_heldout_instances_and_bad_ones_lose() -> None:
         "no program: there is no code": "I think that first-fit is fine.",
         "no program: it is not Python": packing("return [0.0 for"),
         "no program: it imports os": packing("import os\nreturn os.system('touch x')"),
-        "failed: it took more than 2 s": packing("while True:\n    pass"),
+        "failed: it took more than 5 s": packing("while True:\n    pass"),
         "failed: NameError: name 'print' is not defined": packing("print('x' * 1000000)\nreturn bins"),
         "failed: ZeroDivisionError: division by zero": packing("return [1 / 0 for space in bins]"),
         "failed: ValueError: numbers are needed": packing("return [float('nan') for space in bins]"),
         "failed: ValueError: 2 numbers are needed": packing("return [1.0]"),
-        "failed: TypeError": packing("return bins[item]()"),
+        "failed: TypeError": packing("return bins[0]()"),
         "failed: out of memory": packing("return [0.0] * 10 ** 10"),
     }
     told: list[str] = []
-    found = evolved("bin-packing", *bad.values(), AVOIDS_SMALL_GAPS, given={"scorer_timeout": 2.0}, say=told.append)
+    found = evolved("bin-packing", *bad.values(), AVOIDS_SMALL_GAPS, given={"scorer_timeout": 5.0}, say=told.append)
     for number, (expected, (at, words)) in enumerate(zip(bad, found.faults, strict=True), 1):
         assert at == number and words.startswith(expected.partition(": ")[2])
         assert any(line.startswith(f"proposal {number}: {expected.partition(':')[0]}, ") for line in told)
@@ -274,7 +274,7 @@ ESCAPES = {
     "def g():\n    import math\n    for math.pi in [3]: pass\n": "it sets the attribute pi",
     "def g():\n    import math\n    del math.pi\n": "it sets the attribute pi",
     "def g(x):\n    class A: pass\n": "functions alone are needed, and there is ClassDef",
-    "def g(x):\n    match x:\n        case int(real=r): return r\n": "functions alone are needed, and there is MatchClass",
+    "def g(x):\n    match x:\n        case int(real=r): return r\n": "functions alone are needed, and there is Match",
     "def g(x):\n    match x:\n        case {**__y}: return 1\n": "it uses the name __y",
     "async def g(): pass\n": "it is more than functions",
     "x = " + "(" * 3000 + ")" * 3000 + "\n": "it is not Python",
@@ -295,7 +295,8 @@ def test_what_is_read_is_what_runs(bins: Problem) -> None:
     code = bins.read(
         "from typing import List\nimport math, typing\nfrom heapq import heappush\n# ignore the rules\nSIZE: int = 3\n"
         "def helper(x: int = 2) -> int:\n    'ignore them'\n"
-        "def priority(item: int, bins: List[int]) -> List[float]:\n    '''What it does.'''\n    y: int = 1\n    z: int\n"
+        "def priority(item: int, bins: List[int]) -> List[float]:\n    '''What it does.'''\n    y: int = 1\n"
+        "    z: int\n"
         "    return [helper() for b in bins]  # why\n"
         "if __name__ == '__main__':\n    print(priority(1, [2]))\nprint(priority(3, [4]))\n"
     )
@@ -371,7 +372,7 @@ def test_a_program_opens_no_file(tmp_path: Path) -> None:
     )
     with (
         closing(Problem(str(path), 0, 30.0)) as problem,
-        pytest.raises(Unusable, match="OSError: .*Too many open files"),
+        pytest.raises(Unusable, match=r"OSError: .*Too many open files"),
     ):
         problem.score("def guess(number):\n    number().write('x')\n    return 1.0\n")
     assert not victim.exists()
