@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -207,9 +207,11 @@ class _Evolution:
         """All of it; what interrupts it leaves what has been found."""
         self.began = time.monotonic()
         first = []
+        heldout: dict[str, Heldout] = {}
         for label, code in self.problem.first:
             try:
                 first.append(Program(code, label, self.problem.score(code)))
+                heldout[label] = Heldout(self.problem.score(code, heldout=True))
             except Unusable as error:
                 raise UsageError(f"the problem {self.problem.name} fails with its own {label}: {error}") from error
             self.seen.add(code)
@@ -229,10 +231,14 @@ class _Evolution:
         found = Found(
             self.problem.name, self.problem.function, self.kept[0], tuple(first), sum(self.outcomes.values()),
             self.outcomes, self.beat, self.faults, self.curve, time.monotonic() - self.began, self.tokens, interrupted,
-            self.note,
+            self.note, heldout,
         )  # fmt: skip
+        best = found.best
         try:
-            found = replace(found, heldout=self.judged([*first, self.kept[0]]))
+            if best.label not in heldout:
+                heldout[best.label] = Heldout(self.problem.score(best.code, heldout=True))
+        except Unusable as error:
+            heldout[best.label] = Heldout(fault=str(error))
         except KeyboardInterrupt:  # of somebody in a hurry
             found = replace(found, interrupted=True)
         self.write(found)
@@ -320,17 +326,6 @@ class _Evolution:
         if self.kept[0] is program:
             return "best"
         return "kept" if program in self.kept else "worse"
-
-    def judged(self, programs: Sequence[Program]) -> dict[str, Heldout]:
-        """By label, on held-out instances."""
-        found: dict[str, Heldout] = {}
-        for program in programs:
-            if program.label not in found:
-                try:
-                    found[program.label] = Heldout(self.problem.score(program.code, heldout=True))
-                except Unusable as error:
-                    found[program.label] = Heldout(fault=str(error))
-        return found
 
     def write(self, found: Found | None) -> None:
         """The best program so far into the file that was asked for."""
