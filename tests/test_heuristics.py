@@ -185,11 +185,11 @@ def test_parents_are_the_better_ones_mostly_and_the_better_comes_last(guess: Pat
         prompts.append(prompt)
         return block(f"return {len(prompts) / 4}")
 
-    found = evolve(str(guess), {"scorer_timeout": 30.0}, proposals=40, model=model)
+    found = evolve(str(guess), {"scorer_timeout": 30.0}, proposals=24, model=model)
     shown = [[float(cost) for cost in re.findall(r"Version \d, cost ([\d.]+):", prompt)] for prompt in prompts]
     assert {len(costs) for costs in shown} == {1, 2}
     assert all(costs == sorted(costs, reverse=True) for costs in shown)
-    costs = [abs(n / 4 - 3) + abs(n / 4 - 4) + abs(n / 4 - 5) + abs(n / 4 - 6) for n in range(1, 41)]
+    costs = [abs(n / 4 - 3) + abs(n / 4 - 4) + abs(n / 4 - 5) + abs(n / 4 - 6) for n in range(1, 25)]
     assert found.best.cost == pytest.approx(min(costs) / 2) and found.outcomes["best"] > 10
     for prompt in prompts:
         assert "Numbers are guessed." in prompt and "def guess(number: float) -> float:" in prompt
@@ -390,6 +390,27 @@ def test_time_ends_it_and_counts_nothing_that_was_not_finished(guess: Path, monk
     found = evolve(str(guess), {"scorer_timeout": 30.0}, seconds=35.0, model=model)
     assert found.proposals == 3 and found.seconds == 40.0 and found.best.label == "proposal 3"
     assert not found.interrupted and found.heldout
+
+
+def test_a_program_gets_no_more_time_than_is_left(guess: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[float] = []
+    score = Problem.score
+
+    def watched(self: Problem, code: str, heldout: bool = False, seconds: float = float("inf")) -> Any:
+        allowed.append(seconds)
+        return score(self, code, heldout, seconds)
+
+    monkeypatch.setattr(Problem, "score", watched)
+    endless = block("while True: pass")
+    found = evolve(str(guess), {"scorer_timeout": 60.0}, seconds=3.0, model=lambda prompt: endless)
+    assert found.proposals == 0 and not found.faults, "it is not the program's fault"
+    assert [seconds <= 3.0 for seconds in allowed] == [False] * 4 + [True]
+
+
+def test_what_was_there_is_not_tried_again(guess: Path) -> None:
+    bad, good = block("return 1 / 0"), block("return 4")
+    found = evolved(guess, bad, good, bad, good.replace("return 4", "return 4  # better"), block("return 1.0"))
+    assert dict(found.outcomes) == {"failed": 1, "best": 1, "known": 3}
 
 
 def test_a_budget_of_proposals_has_a_default(guess: Path) -> None:
