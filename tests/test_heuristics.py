@@ -246,6 +246,7 @@ REPLIES = {
     "```python\ndef f(x):\n    return 1\n```\nUse:\n```\nf(3)\n```": "def f(x):\n    return 1\n",
     "```python\ndef f(x):\n    return 1": "def f(x):\n    return 1\n",
     "<think>\ndef f(x):\n    return 0\n</think>\n```python\ndef f(x):\n    return 1\n```": "def f(x):\n    return 1\n",
+    "<think>\n```python\ndef f(x):\n    return 0\n```\n</think>\nI do not know.": "",
     "nothing": "",
     "": "",
     "import math, says the manual": "",
@@ -362,7 +363,16 @@ def test_a_program_begins_anew_with_each_instance(guess: Path) -> None:
     counting = "seen = []\ndef guess(number):\n    seen.append(number)\n    return number - len(seen)\n"
     with closing(Problem(str(guess), 0, 30.0)) as problem:
         assert problem.score(problem.read(counting)) == (3.0, 3.0)
-        assert problem.score(problem.read(counting)) == (3.0, 3.0)
+        hidden = "def guess(number):\n    global seen\n    try:\n        seen += 1\n    except Exception:\n        seen = 1\n"
+        assert problem.score(problem.read(f"{hidden}    return number - seen\n")) == (3.0, 3.0)
+
+
+def test_a_program_finds_no_process_of_another(guess: Path) -> None:
+    guess.write_text(
+        GUESS.replace("    return sum(", "    calls.append(1)\n    return len(calls) + sum(") + "calls = []\n"
+    )
+    with closing(Problem(str(guess), 0, 30.0)) as problem:
+        assert problem.score(problem.first[0][1]) == problem.score(problem.first[0][1]) == (8.0, 13.0)
 
 
 def test_a_program_opens_no_file(tmp_path: Path) -> None:
@@ -410,8 +420,9 @@ def test_a_program_gets_no_more_time_than_is_left(guess: Path, monkeypatch: pyte
 
 def test_what_was_there_is_not_tried_again(guess: Path) -> None:
     bad, good = block("return 1 / 0"), block("return 4")
-    found = evolved(guess, bad, good, bad, good.replace("return 4", "return 4  # better"), block("return 1.0"))
-    assert dict(found.outcomes) == {"failed": 1, "best": 1, "known": 3}
+    again = good.replace("return 4", "return 4  # better")
+    found = evolved(guess, bad, good, bad, again, block("return 1.0"), block("return -5"))
+    assert dict(found.outcomes) == {"failed": 1, "best": 1, "known": 3, "kept": 1} and found.beat == 1
 
 
 def test_a_budget_of_proposals_has_a_default(guess: Path) -> None:
@@ -573,17 +584,19 @@ def test_time_and_ctrl_c_end_a_reply_of_a_model_on_this_machine(guess: Path, mon
     monkeypatch.setattr(heuristics.time, "monotonic", lambda: now[0])
     generate = ToyEngine.generate
     during: list[Callable[[], Any]] = [lambda: now.__setitem__(0, now[0] + 20.0)]
+    finished: list[Any] = []
 
     def slow(self: ToyEngine, requests: Any, progress: Any = None) -> Any:
         during[0]()
-        return generate(self, requests, progress)
+        finished.append(generate(self, requests, progress))
+        return finished[-1]
 
     monkeypatch.setattr(ToyEngine, "generate", slow)
     found = evolve(str(guess), TOY, seconds=50.0)
-    assert found.proposals == 2 and not found.interrupted
+    assert found.proposals == 2 == len(finished) and not found.interrupted
     during[0] = lambda: os.kill(os.getpid(), signal.SIGINT)
     found = evolve(str(guess), TOY, seconds=50.0)
-    assert found.proposals == 0 and found.interrupted
+    assert found.proposals == 0 and found.interrupted and len(finished) == 2
 
 
 def test_a_runs_weights_write(guess: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
