@@ -363,7 +363,8 @@ def test_a_program_begins_anew_with_each_instance(guess: Path) -> None:
     counting = "seen = []\ndef guess(number):\n    seen.append(number)\n    return number - len(seen)\n"
     with closing(Problem(str(guess), 0, 30.0)) as problem:
         assert problem.score(problem.read(counting)) == (3.0, 3.0)
-        hidden = "def guess(number):\n    global seen\n    try:\n        seen += 1\n    except Exception:\n        seen = 1\n"
+        hidden = "def guess(number):\n    global seen\n    try:\n        seen += 1\n"
+        hidden += "    except Exception:\n        seen = 1\n"
         assert problem.score(problem.read(f"{hidden}    return number - seen\n")) == (3.0, 3.0)
 
 
