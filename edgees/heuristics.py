@@ -289,6 +289,8 @@ class _Evolution:
         except (_Late, Interrupted, NoReply):
             raise
         except EdgeesError as error:
+            if self.number == 1 and isinstance(error, UsageError):  # such as a file that is no model
+                raise
             raise NoReply(error.message) from error
         self.stop.check()
         if not isinstance(reply, str):

@@ -20,7 +20,7 @@ from test_evolve import Server, said
 from edgees import heuristics
 from edgees.backends.toy import ToyEngine
 from edgees.cli import run
-from edgees.errors import EdgeesError, RunError, UsageError
+from edgees.errors import EdgeesError, ModelError, RunError, UsageError
 from edgees.evolve.reflect import NoReply
 from edgees.heuristics import Found, evolve
 from edgees.programs import PROBLEMS, Problem, Program, Unusable, code_in, prompt_of
@@ -637,6 +637,9 @@ def test_a_gguf_file_may_write(guess: Path, tmp_path: Path, monkeypatch: pytest.
     assert opened[0].context == 4096 and opened[0].engine == "llamacpp"
     with pytest.raises(UsageError, match="does not exist"):
         evolve(str(guess), {"reflector": "no.gguf"}, proposals=2)
+    monkeypatch.undo()
+    with pytest.raises(ModelError):
+        evolve(str(guess), {"reflector": str(file)}, proposals=2)
 
 
 def test_an_endpoint_writes(guess: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

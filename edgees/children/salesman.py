@@ -45,7 +45,7 @@ def tour_length(heuristic: Callable[..., int], distances: Distances) -> float:
     current, length = 0, 0.0
     while unvisited:
         city = heuristic(current, 0, unvisited.copy(), distances)
-        if not isinstance(city, int) or isinstance(city, bool) or city not in unvisited:
+        if not isinstance(city, int) or city not in unvisited:
             raise ValueError(f"an unvisited city is needed, and it returned {str(city)[:40]}")
         length += distances[current][city]
         unvisited.remove(city)
