@@ -491,9 +491,14 @@ def serve(
 SEARCHED = (
     "model", "task", "reward", "eval_data", "system", "context_file", "engine", "device", "threads", "parallel", "seed",
     "scope", "params", "noise", "rank", "pairs", "antithetic", "sigma", "lr", "shaping", "turns", "episode_tokens",
-    "max_tokens", "temperature", "context", "scorer_timeout", "heldout",
+    "max_tokens", "temperature", "context", "scorer_timeout", "heldout", "reflector",
 )  # fmt: skip
 """Settings that a search takes."""
+OF_HEURISTICS = (
+    "heuristic", "out", "model", "engine", "device", "threads", "seed", "max_tokens", "temperature", "context",
+    "scorer_timeout", "reflector", "tuned", "last", "rollouts", "seconds", "as_json",
+)  # fmt: skip
+"""What of it has a meaning with --heuristic; the first two, and the reflector, have none without."""
 
 
 @cli.command(from_config=SEARCHED)
@@ -509,14 +514,25 @@ SEARCHED = (
 @click.option("--method", default="es", show_default=True, type=click.Choice(["es", "best-of"]), help="How to search.")
 @click.option("--sigma-end", default=0.0, show_default=True, metavar="X", help="Last sigma, as a share of the first.")
 @click.option("--enough", default=1.0, show_default=True, metavar="X", help="A row with this reward is done.")
+@click.option(
+    "--heuristic",
+    default="",
+    metavar="NAME|FILE.py",
+    help="No row: evolve a program that solves bin-packing, salesman, or the problem of a file. The reflector writes, "
+    "--rollouts counts its proposals.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="With --heuristic: a file for the best program.")
 @json_option
 def search(
-    names: tuple[str, ...], count: int, apart: bool, tuned: Path | None, last: bool, rollouts: int, seconds: str,
-    method: str, sigma_end: float, enough: float, as_json: bool, **flags: Any,
+    names: tuple[str, ...], count: int, apart: bool, tuned: Path | None, last: bool,
+    rollouts: int, seconds: str, method: str, sigma_end: float, enough: float, heuristic: str, out: Path | None,
+    as_json: bool, **flags: Any,
 ) -> None:  # fmt: skip
     """More compute for a hard row: evolution strategies on it at test time, or best-of-n. Nothing is written.
 
     Pairs, sigma, lr and scope have defaults of their own here: 8, 0.08, 0.1 and adapter. Ctrl-C: the best so far.
+    With --heuristic programs evolve instead, and temperature, max-tokens, context, scorer-timeout (of a program on all
+    instances) are .8, 512, 4096, 20.
     """
     from edgees import config as settings
     from edgees import search as searching
@@ -525,6 +541,21 @@ def search(
         limit = settings.duration(seconds)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--time") from None
+    require_together(heuristic)
+    if heuristic:
+        from edgees import heuristics
+
+        with one_document(as_json) as document:
+            evolved = heuristics.evolve(
+                heuristic, given(flags), proposals=rollouts, seconds=limit, run=tuned,
+                weights="last" if last else "best", out=out, say=progress_note,
+            )  # fmt: skip
+            document |= evolved.to_dict()
+            for line in [] if as_json else heuristics.lines(evolved):
+                click.echo(line)
+        if evolved.interrupted:
+            raise Interrupted("interrupted; above stands the best so far")
+        return
     with one_document(as_json) as document:
         plan = searching.Plan(method, rollouts, limit, sigma_end, enough, apart)
         found = searching.search(
@@ -536,6 +567,21 @@ def search(
             click.echo(line)
     if found.interrupted:
         raise Interrupted("interrupted; above stands the best so far")
+
+
+def require_together(heuristic: str) -> None:
+    """Searches on rows and evolutions of programs have different options. :raises click.UsageError: one too many."""
+    context = click.get_current_context()
+    came = [p for p in context.command.get_params(context) if p.name and p.expose_value]
+    default = click.core.ParameterSource.DEFAULT
+    for param in came:
+        name = str(param.name)
+        if context.get_parameter_source(name) == default:
+            continue
+        if heuristic and name not in OF_HEURISTICS:
+            raise click.UsageError(f"{param.opts[0]} has no meaning with --heuristic")
+        if not heuristic and name in ("out", "reflector"):
+            raise click.UsageError(f"{param.opts[0]} is of --heuristic")
 
 
 @cli.command(name="eval")

@@ -36,10 +36,10 @@ ROWS: list[list[str]] = [
     ["merge", "moments"],
     ["evolve"],
     ["opening", "report", "watch"],
-    ["evaluate", "probe", "proposing"],
+    ["evaluate", "probe", "programs", "proposing"],
     ["export"],
     ["tune"],
-    ["doctor", "estimate", "search", "serve"],
+    ["doctor", "estimate", "heuristics", "search", "serve"],
     ["cli"],
     ["__main__"],
 ]
