@@ -238,6 +238,12 @@ class Config:
         True, "environments: the model is shown their tools; off: it is not, as where it will be used without",
         group="replies",
     )  # fmt: skip
+    grammar: str = _setting(
+        "",
+        "what a reply can be at all: actions or tools (one of those that an environment lists, one call of its tools), "
+        "a JSON schema (FILE.json), or a grammar of llama.cpp's form (FILE.gbnf); empty: any text",
+        path=True, group="replies",
+    )  # fmt: skip
     context: int = _setting(0, "tokens one sequence may have; 0: by need", low=0, group="replies")
     loglik: float = _setting(
         0.0, "first weight (0 to 1) of the likelihood of the reference answer in the reward", low=0.0, high=1.0,

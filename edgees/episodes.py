@@ -16,10 +16,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """What the model is to answer next. messages: the whole conversation so far; tools: function schemas."""
+    """What the model is to answer next. messages: the whole conversation so far; tools: function schemas; actions: the
+    replies that are possible, where it is known."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

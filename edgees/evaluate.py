@@ -32,7 +32,7 @@ from edgees.delta import Delta
 from edgees.episodes import Message, transcript
 from edgees.errors import ExportError, TemplateError, UsageError
 from edgees.gguf_file import GgufFile
-from edgees.opening import Setup, check_answering
+from edgees.opening import Setup, check_answering, open_grammar
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
@@ -118,7 +118,9 @@ def answer(
     """The centre's answers to ``rows`` under the conditions of the run (greedy, or its ``attempts``) and in a context,
     scored."""
     with ExitStack() as stack:
-        setup = Setup(settings, task, scorer, engine, lambda: None, context=context).with_players(stack)
+        grammar = open_grammar(settings, task)
+        setup = Setup(settings, task, scorer, engine, lambda: None, context=context, grammar=grammar)
+        setup = setup.with_players(stack)
         played = rollout.play(engine, rollout.every([CENTRE], rows), setup.replies(0, 0.0))
     scores = rewards.judge(scorer, played)
     metrics = {

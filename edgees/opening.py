@@ -24,6 +24,7 @@ from edgees.history import History
 from edgees.rewards import Scorer
 from edgees.tasks import load_task
 from edgees.tasks.rows import Row, Task
+from edgees.tools import grammar as written
 
 if TYPE_CHECKING:
     from edgees.agents import Agents
@@ -47,6 +48,8 @@ class Setup:
     agents: Agents | None = None
     context: Context = field(default_factory=Context)
     """The one that a run begins with."""
+    grammar: str = ""
+    """As of :class:`edgees.rollout.Settings`."""
 
     def header(self, spec: DeltaSpec) -> dict[str, Any]:
         """First line of the journal."""
@@ -58,7 +61,7 @@ class Setup:
             "context": self.context.to_dict(),
             "recommended": {
                 "attempts": str(asked.attempts), "temperature": asked.temperature, "max_tokens": asked.max_tokens,
-                "tools": asked.tools, "system": asked.system,
+                "tools": asked.tools, "system": asked.system, **({"grammar": asked.grammar} if asked.grammar else {}),
             },
         }  # fmt: skip
 
@@ -110,6 +113,7 @@ class Setup:
             judge=lambda played: rewards.judge(self.scorer, played).rewards,
             vote=self.scorer.answers,
             tools=c.tools,
+            grammar=self.grammar,
         )
 
     def conversation(self, row: Row, context: Context) -> list[dict[str, Any]]:
@@ -150,6 +154,7 @@ def open_setup(
         )
     _check_task(config, task)
     first = first_context(config, begun)
+    grammar = open_grammar(config, task)
     if not config.tries.single and config.loglik >= 1.0 and config.loglik_hold >= 1.0:
         note = (
             f"attempts = {config.tries} counts in evaluations alone: with loglik = 1 to the end no answers are made in "
@@ -172,7 +177,9 @@ def open_setup(
                 f"the engine sees other tensors than {begun.path.parent} began with",
                 "use the edgees version that began it",
             )
-    setup = Setup(config, task, scorer, engine, models.close, context=first)
+    if grammar:
+        engine.check_grammar('root ::= "a"' if grammar in OWN_GRAMMARS else grammar)
+    setup = Setup(config, task, scorer, engine, models.close, context=first, grammar=grammar)
     return setup.with_players(stack)
 
 
@@ -206,6 +213,41 @@ def first_context(config: Config, begun: History | None = None) -> Context:
     if begun is not None:
         return begun.context(0)
     return load_context(config.context_file) if config.context_file else Context()
+
+
+OWN_GRAMMARS = ("actions", "tools")
+"""An environment's, made anew for every turn."""
+
+
+def open_grammar(config: Config, task: Task) -> str:
+    """One of ``OWN_GRAMMARS``, or GBNF from the user's file; empty: none.
+
+    :raises UsageError: a file that is not there or is no schema, or a setting that means nothing here.
+    """
+    chosen = config.grammar
+    if not chosen:
+        return ""
+    if config.agent_cmd:
+        raise UsageError(
+            "grammar is not for agent programs, which ask for what they need",
+            'a program sends response_format or tool_choice "required", and the reply follows',
+        )
+    if chosen in OWN_GRAMMARS:
+        if task.episodes is None:
+            raise UsageError(f"grammar = {chosen!r} is of environments, and task {task.name} is none", "give a file")
+        if chosen == "tools" and not config.tools:
+            raise UsageError("grammar = 'tools' while the model is shown none", "set tools = true")
+        return chosen
+    file = Path(chosen)
+    if file.suffix not in (".json", ".gbnf"):
+        raise UsageError(f"grammar = {chosen!r} is neither actions, tools, FILE.json nor FILE.gbnf")
+    try:
+        text = file.read_text("utf-8-sig")
+        return written(schema=json.loads(text)) if file.suffix == ".json" else text
+    except FileNotFoundError:
+        raise UsageError(f"grammar: there is no file {chosen}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"grammar: {chosen} cannot be read: {error}") from None
 
 
 def open_engine(config: Config) -> Engine:

@@ -20,14 +20,15 @@ from edgees.episodes import Message
 
 NOTHING = Context()
 Recommended = Mapping[str, Any]
-"""attempts, temperature, max_tokens, tools, system, perhaps examples (messages that stand before the question); empty
-for a run that was begun before it was recorded."""
+"""attempts, temperature, max_tokens, tools, system, perhaps grammar (GBNF, or of what an environment lists: actions,
+tools), perhaps examples (messages that stand before the question); empty for a run that was begun before it was recorded."""
 _GREEDY_HAS_NOT = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def told(found: Recommended) -> str:
     """In words."""
-    return parse(found["attempts"]).told(found["temperature"])
+    words = parse(found["attempts"]).told(found["temperature"])
+    return words + (", replies held to a grammar" if found.get("grammar") else "")
 
 
 def in_context(found: Recommended, context: Context) -> Recommended:

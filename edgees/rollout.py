@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from edgees import tools
 from edgees.attempts import ENOUGH, SINGLE, Attempts, best, commonest, feedback, plain_texts
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
 from edgees.context import Context
@@ -43,6 +44,7 @@ class Settings:
     attempts: how often a row is answered and what counts; judge: rewards (NaN: none) of what was played, for ``best``
         and ``retry``; vote: what texts answer, None for nothing, for ``majority``.
     tools: whether environments' tools are shown to the model.
+    grammar: GBNF that every reply follows; ``actions`` or ``tools``: that of those which an episode has at its turn.
     draws: of each rollout, which of several samples on the same row it is; other draws have other sampling seeds, of an
         episode's replies alone: what it plays stays the same.
     """
@@ -64,6 +66,7 @@ class Settings:
     judge: Callable[[Sequence[Trajectory]], Sequence[float]] | None = None
     vote: Callable[[Sequence[str]], Sequence[Hashable | None]] = plain_texts
     tools: bool = True
+    grammar: str = ""
     draws: Sequence[int] = ()
 
     def of(self, place: int) -> Context:
@@ -279,7 +282,8 @@ def _played(engine: Engine, tries: Sequence[_Try], settings: Settings, progress:
         places.append(len(result))
         result.append(None)
         seed = request_seed(settings.seed, settings.generation, _name(row, attempt, draw))
-        requests.append(Request(member, prompt, settings.max_tokens, settings.temperature, seed))
+        how = settings.max_tokens, settings.temperature, seed
+        requests.append(Request(member, prompt, *how, grammar=settings.grammar))
     done = engine.generate(requests, progress) if requests else []
     for place, completion in zip(places, done, strict=True):
         member, row, *_ = tries[place]
@@ -315,6 +319,7 @@ class _Table:
         self.games: list[_Game] = []
         self.ready: deque[tuple[int, Request]] = deque()
         self.running = 0
+        self.calls: tuple[Sequence[Mapping[str, Any]], str] = (), ""
 
     def take(self, room: int, idle: bool) -> list[tuple[int, Request]] | None:
         taken = list[tuple[int, Request]]()
@@ -364,12 +369,28 @@ class _Table:
             return
         turn = f" turn {len(game.replies)}" if game.replies else ""
         seed = request_seed(self.settings.seed, self.settings.generation, f"{game.name}{turn}")
-        tools = after.tools if self.settings.tools else ()
-        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages, same=True), tools))
+        shown = after.tools if self.settings.tools else ()
+        prompt = tuple(self.engine.encode_chat(game.context.apply(after.messages, same=True), shown))
         room = self.settings.max_tokens
         if self.settings.tokens:
             room = min(room, self.settings.tokens - len(game.tokens))
-        self.ready.append((ticket, Request(game.member, prompt, room, self.settings.temperature, seed)))
+        how = room, self.settings.temperature, seed
+        self.ready.append((ticket, Request(game.member, prompt, *how, grammar=self._grammar(after, len(game.replies)))))
+
+    def _grammar(self, asked: Ask, turn: int) -> str:
+        """:raises UsageError: an episode has nothing from which a grammar can be made."""
+        wanted = self.settings.grammar
+        if wanted not in ("actions", "tools"):
+            return wanted
+        found = asked.actions if wanted == "actions" else asked.tools
+        if not found and (wanted == "tools" or turn == 0):
+            hint = "it lists them in the attribute actions, or in info['actions']" if wanted == "actions" else ""
+            raise UsageError(f"grammar = {wanted!r}, and the environment has no {wanted}", hint)
+        if wanted == "actions":
+            return tools.grammar(actions=asked.actions) if found else ""
+        if self.calls[0] is not asked.tools:  # the same for all turns, and dear to write
+            self.calls = asked.tools, tools.grammar(tools=asked.tools)
+        return self.calls[1]
 
     @staticmethod
     def _end(game: _Game, outcome: str, reason: str) -> None:

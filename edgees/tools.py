@@ -730,23 +730,23 @@ def grammar(
     actions: Sequence[str] | None = None,
     schema: Mapping[str, Any] | None = None,
 ) -> str:
-    """A grammar (GBNF, llama.cpp's form) for replies: one of ``actions``, one plain call of ``tools``, or one JSON
+    """A grammar (GBNF, llama.cpp's form) for replies: one of ``actions``, or one plain call of ``tools`` or one JSON
     value of ``schema``. Keys come in the order of the schema, required ones first; strings, lists and numbers are
     bounded, so that every reply ends.
 
     Errors: UsageError for a keyword of JSON schema that is not supported, by name and place.
     """
-    if sum(given is not None for given in (tools, actions, schema)) != 1:
-        raise UsageError("a grammar is made of tools, of actions or of a schema", "Give exactly one of them.")
+    if (actions is None) == (tools is None and schema is None):
+        raise UsageError("a grammar is made of actions, or of tools or a schema", "Give one of them.")
     if actions is not None:
         if not actions or not all(isinstance(action, str) and action for action in actions):
             raise UsageError("actions for a grammar must be texts, at least one, none of them empty")
         return f"root ::= {' | '.join(map(_literal, dict.fromkeys(actions)))}\n"
+    rules: dict[str, str] = {}
+    choices = []
     if tools is not None:
         if not tools:
             raise UsageError("a grammar needs at least one tool")
-        rules: dict[str, str] = {}
-        calls = []
         for i, tool in enumerate(tools):
             properties, _, root = _arguments(tool)
             name = str(function_of(tool)["name"])
@@ -757,11 +757,10 @@ def grammar(
                 rules[f"call{i}"] = f'{_literal(start + ", " + _key("arguments"))} {maker.value(arguments)} "}}"'
             else:
                 rules[f"call{i}"] = f'{_literal(start)} {maker.members(arguments, "", first=False)} "}}"'
-            calls.append(f"call{i}")
-        return _grammar(" | ".join(calls), rules)
-    assert schema is not None
-    rules = {}
-    return _grammar(_Gbnf(schema, rules, "schema").value(schema), rules)
+            choices.append(f"call{i}")
+    if schema is not None:
+        choices.append(_Gbnf(schema, rules, "schema").value(schema))
+    return _grammar(" | ".join(choices), rules)
 
 
 def _grammar(root: str, rules: Mapping[str, str]) -> str:

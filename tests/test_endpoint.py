@@ -21,6 +21,7 @@ from edgees.endpoint.app import Growing
 from edgees.endpoint.wanted import Wanted, split_calls
 from edgees.errors import TemplateError, UsageError
 from edgees.population import request_seed as seed_of_episodes
+from edgees.tools import grammar
 
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
@@ -52,6 +53,11 @@ class FakeEngine:
         self.held = threading.Event()
         self.pace = 0.0
         """Seconds for a byte."""
+        self.grammars = True
+
+    def check_grammar(self, grammar: str) -> None:
+        if not self.grammars:
+            raise UsageError("this engine cannot make replies follow a grammar", "leave it out")
 
     def hold(self) -> None:
         """Take no more requests until ``open`` is set."""
@@ -149,7 +155,7 @@ def shared() -> Iterator[Served]:
 def served(shared: Served) -> Served:
     """A server that has done nothing yet, as far as its engine tells; starting one for each test takes its time."""
     engine = shared.engine
-    engine.seen, engine.requests, engine.written, engine.pace = [], [], 0, 0.0
+    engine.seen, engine.requests, engine.written, engine.pace, engine.grammars = [], [], 0, 0.0, True
     return shared
 
 
@@ -401,6 +407,43 @@ def test_tool_choice_says_what_the_model_sees(gpt: Any, served: Served) -> None:
     assert found.choices[0].message.content == CALL
 
 
+def test_the_form_of_an_answer(gpt: Any, claude: Any, served: Served) -> None:
+    """What asks for JSON, or for a call, gets a grammar; who asks for JSON of an engine that knows none is refused."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER, "description": ""}}]
+    theirs = [{"name": "weather", "input_schema": WEATHER}]
+    schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
+    only_call, only_schema = grammar(tools=tools), grammar(schema=WEATHER)
+
+    def asked(client: Any, **more: Any) -> str:
+        if client is gpt:
+            client.chat.completions.create(model="m", messages=user("x"), **more)
+        else:
+            client.messages.create(model="m", max_tokens=9, messages=user("x"), **more)
+        return served.engine.requests[-1].grammar
+
+    assert asked(gpt) == asked(gpt, tools=tools) == asked(gpt, tools=tools, tool_choice="none") == ""
+    assert asked(gpt, response_format=schema) == only_schema
+    assert asked(gpt, response_format={"type": "json_object"}) == grammar(schema={"type": "object"})
+    assert asked(gpt, tools=tools, response_format=schema) == grammar(tools=tools, schema=WEATHER)
+    assert asked(gpt, tools=tools, tool_choice="required") == only_call
+    assert asked(gpt, tools=tools, tool_choice="required", response_format=schema) == only_call
+    assert asked(gpt, tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}}) == only_call
+    assert asked(claude, tools=theirs) == ""
+    assert asked(claude, tools=theirs, tool_choice={"type": "any"}) == only_call
+    for more in ({"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}},
+                 {"output_format": {"type": "json_schema", "schema": WEATHER}}):  # fmt: skip
+        assert asked(claude, extra_body=more) == only_schema
+    with pytest.raises(anthropic.BadRequestError, match="output_config"):
+        asked(claude, extra_body={"output_config": {"format": {"type": "xml"}}})
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"x": {"type": "string", "pattern": "a"}}}}}]  # fmt: skip
+    assert asked(gpt, tools=odd, tool_choice="required") == "", "a call of it cannot be forced"
+    served.engine.grammars = False
+    assert asked(gpt, tools=tools, tool_choice="required") == ""
+    with pytest.raises(openai.BadRequestError, match="cannot make replies follow a grammar"):
+        asked(gpt, response_format=schema)
+
+
 def test_one_call_where_only_one_is_wanted() -> None:
     tools = ({"type": "function", "function": {"name": "weather", "parameters": WEATHER}},)
     ids = ["c1", "c2"]
@@ -554,7 +597,13 @@ def test_what_claude_refuses(claude: Any, session: Session, change: dict[str, An
         ({"logprobs": True}, "log-probabilities"),
         ({"top_logprobs": 3}, "log-probabilities"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "a"}}}},
+            "does not support pattern",
+        ),
         ({"functions": [{"name": "f"}]}, "use tools"),
         ({"n": 9}, "n must be"),
         ({"n": 0}, "n must be"),

@@ -582,7 +582,7 @@ def test_textworld_and_its_oracle(tmp_path: Path) -> None:
     game.reset(row.columns["seed"])
     moves, done = [], False
     while not done:
-        moves.append(str(game.actions.index(game.state.policy_commands[0]) + 1))
+        moves.append(str(game.commands.index(game.state.policy_commands[0]) + 1))
         _, _, done, _ = game.step(moves[-1])
     game.close()
     won = play(source, row, scripted(*moves))

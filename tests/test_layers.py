@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # (tasks) is one unit: its modules may import each other, but not in a circle.
 ROWS: list[list[str]] = [
     ["__init__", "attempts", "backends/__init__", "errors"],
-    ["children", "config", "cuda", "examples", "model_path", "native", "stopping"],
+    ["backends/grammar", "children", "config", "cuda", "examples", "model_path", "native", "stopping"],
     ["blocks", "episodes", "gguf_file", "hf_layout", "noise", "template", "tools"],
     ["nf4"],
     ["backends/base", "hf_files"],

@@ -79,7 +79,10 @@ CENTRE = Member(key=0, amplitude=0.0)
 
 @dataclass(frozen=True)
 class Request:
-    """One text to complete. ``seed`` drives sampling and is shared by all members of a row."""
+    """One text to complete. ``seed`` drives sampling and is shared by all members of a row.
+
+    grammar: GBNF that the reply has to follow, where :meth:`Engine.check_grammar` does not refuse it; empty: none.
+    """
 
     member: Member
     prompt: tuple[int, ...]
@@ -87,6 +90,7 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,9 @@ class Engine(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, no special tokens added or parsed."""
+
+    def check_grammar(self, grammar: str) -> None:
+        """:raises UsageError: no reply can be made to follow it."""
 
     def attach(self, delta: Delta) -> None:
         """Make ``delta`` part of every member from now on."""

@@ -31,6 +31,7 @@ from edgees.backends.base import (
     Memory,
     TensorInfo,
 )
+from edgees.backends.grammar import Grammar
 from edgees.backends.streams import SEQUENCES, Scheduler, StreamEngine, output_rows
 from edgees.errors import EngineError, MissingExtra, ModelError, UsageError, WillNotFit
 from edgees.gguf_file import GgufFile
@@ -45,6 +46,8 @@ log = logging.getLogger("edgees.llamacpp")
 MICRO_BATCH = 256
 """Tokens per graph: the product's cost per token is flat from here on, the compute buffer grows with it."""
 CHUNK_BYTES = 4 << 20
+GRAMMARS = 64
+"""Grammars that are kept read: an environment may have another one for every turn."""
 WORKING_VERSIONS = "0.3.36"
 """llama-cpp-python versions that the backend was tried with (named where another one is refused)."""
 
@@ -352,6 +355,14 @@ class LlamaCppEngine(StreamEngine):
         )  # fmt: skip
         ends = {i for i in range(self.vocabulary) if api.llama_vocab_is_eog(self.vocab, i)}
         self._stop = frozenset(ends | self._behind_answer())
+        self._grammars: dict[str, Grammar] = {}
+
+    def _grammar(self, text: str) -> Grammar:
+        if text not in self._grammars:
+            while len(self._grammars) >= GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+            self._grammars[text] = Grammar(self.api, self.vocab, text, self._stop, self._control)
+        return self._grammars[text]
 
     def _control(self, token: int) -> bool:
         return bool(self.api.llama_vocab_is_control(self.vocab, token))
@@ -729,6 +740,7 @@ class LlamaCppEngine(StreamEngine):
         if self._lora:
             self.api.llama_adapter_lora_free(self._lora)
             self._lora = None
+        self._grammars.clear()
         if self.model:
             self.api.llama_model_free(self.model)
             self.model = None

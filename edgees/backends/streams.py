@@ -22,6 +22,7 @@ import numpy as np
 from edgees import native
 from edgees import tools as calls
 from edgees.backends.base import Completion, Member, Progress, Request, Score, Source, TensorInfo
+from edgees.backends.grammar import Grammar
 from edgees.errors import UsageError
 from edgees.template import ChatTemplate, Controls, TemplateRefused
 
@@ -123,6 +124,7 @@ class Job:
     outcome: str = ""
     draft: int = 2
     rows: list[float] = field(default_factory=list)
+    grammar: Grammar | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -570,6 +572,7 @@ class StreamEngine:
     vocabulary: numbers in a row of logits. Handles of rows are addresses of float32 in host memory.
     """
 
+    name: str
     vocabulary: int
     trained_context: int
     template: ChatTemplate
@@ -751,10 +754,27 @@ class StreamEngine:
         result = [int(b) for b in best]
         for i, job in enumerate(jobs):
             request = job.request
-            if request and request.temperature > 0:
-                logits = self._row(rows[i]) / np.float32(request.temperature)
-                result[i] = int(np.argmax(logits + self._gumbel(request.seed, len(job.generated))))
+            if request is None or not (request.temperature > 0 or request.grammar):
+                continue
+            scores = self._row(rows[i])
+            if request.temperature > 0:
+                noise = self._gumbel(request.seed, len(job.generated))
+                scores = scores / np.float32(request.temperature) + noise
+            if request.grammar:
+                job.grammar = job.grammar or self._grammar(request.grammar).begin()
+                result[i] = job.grammar.choose(scores)
+            else:
+                result[i] = int(np.argmax(scores))
         return result
+
+    def _grammar(self, text: str) -> Grammar:
+        """At its beginning. :raises UsageError: it cannot be read, or no reply of this engine can follow one."""
+        raise UsageError(
+            f"engine {self.name} cannot make replies follow a grammar", "engine = llamacpp can, or leave grammar out"
+        )
+
+    def check_grammar(self, grammar: str) -> None:
+        self._grammar(grammar)
 
     def logprob(self, rows: np.ndarray, tokens: Sequence[int]) -> list[float]:
         wanted, out = np.array(tokens, np.int32), np.empty(len(rows), np.float64)

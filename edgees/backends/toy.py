@@ -123,6 +123,9 @@ class ToyEngine:
             ) * self._noise(info, member)
         return weights
 
+    def check_grammar(self, grammar: str) -> None:
+        raise UsageError("engine toy answers with numbers, whatever a grammar says", "engine = llamacpp")
+
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         done: list[Completion] = []
         tokens = 0

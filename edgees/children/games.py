@@ -49,6 +49,8 @@ FORMS: dict[str, tuple[str, str]] = {
     "TowerOfHanoi": ("two towers in square brackets, such as [A C]", r"\b([ABC])\b\W+(?:to\W+)?\b([ABC])\b"),
 }
 """What the model is told about an action, and what is taken for one in a reply that has no square brackets."""
+LISTED = ("2048", "Blackjack", "FifteenPuzzle", "FrozenLake", "Secretary", "Sokoban")
+"""Games of which that list is complete."""
 SHORT = {
     "GuessTheNumber": "Guess the number between {min_number} and {max_number}. "
     "After each guess you are told whether it is higher or lower."
@@ -56,6 +58,8 @@ SHORT = {
 """Rules that say the same as the game's own, in fewer words."""
 OFFLINE = "GuessTheNumber-v0, FrozenLake-v0, TowerOfHanoi-v0, Mastermind-v0, Blackjack-v0, 2048-v0, Sokoban-v0"
 MOST_TURNS = 20
+MOST_ACTIONS = 100
+"""Actions that are listed one by one."""
 
 
 def prepare_textarena(name: str, parameters: Mapping[str, Any]) -> tuple[Callable[..., Any], str, list[str] | None]:
@@ -108,6 +112,15 @@ class TextArena:
         self.base = name.split("-")[0]
         self.form, self.pattern = FORMS.get(self.base, ("one action in square brackets", ""))
         self.refused = ""
+
+    @property
+    def actions(self) -> list[str] | None:
+        """Replies that are possible, of games where these are few; None: they are many."""
+        if self.base in LISTED:
+            return re.findall(r"\[\w+\]", self.form)
+        if self.base == "GuessTheNumber" and self.game.max_number - self.game.min_number < MOST_ACTIONS:
+            return [f"[{number}]" for number in range(self.game.min_number, self.game.max_number + 1)]
+        return None
 
     def reset(self, seed: int) -> str:
         self.game.reset(num_players=1, seed=seed)
@@ -211,8 +224,13 @@ class TextWorld:
         self.max_turns = max_turns or max(8, 3 * quest_length * nb_parallel_quests)
         if max_turns is None and file:
             self.max_turns = 30
-        self.actions: list[str] = []
+        self.commands: list[str] = []
         self.game: Any = None
+
+    @property
+    def actions(self) -> list[str]:
+        """Replies that are possible."""
+        return [str(number) for number, _ in enumerate(self.commands, 1)] if self.choices else self.commands
 
     def _generated(self, seed: int) -> str:
         """The file of the game of this seed, made once for all members."""
@@ -251,16 +269,16 @@ class TextWorld:
         commands = sorted(state.admissible_commands or ())
         # The room and what is carried are told every time, and no quest of a generated game asks to examine a thing.
         useless = r"look|inventory" if self.file else r"look|inventory|examine .*"
-        self.actions = [command for command in commands if not re.fullmatch(useless, command)]
+        self.commands = [command for command in commands if not re.fullmatch(useless, command)]
         room = _plain(state.description)
         told = _plain(state.objective if first else feedback)
         texts = [told] if told != room else []  # walking somewhere answers with the room
         texts += [room, _plain(state.inventory)]
         if self.choices:
-            texts += [f"{number}. {command}" for number, command in enumerate(self.actions, 1)]
+            texts += [f"{number}. {command}" for number, command in enumerate(self.commands, 1)]
             texts.append("Answer with the number of one action.")
         else:
-            texts.append("Answer with one command, such as: " + (self.actions[0] if self.actions else "look"))
+            texts.append("Answer with one command, such as: " + (self.commands[0] if self.commands else "look"))
         return "\n".join(text for text in texts if text)
 
     def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
@@ -268,10 +286,10 @@ class TextWorld:
         if self.choices:
             number = re.search(r"\d+", text)
             index = int(number.group()[:6]) if number else 0
-            if not 1 <= index <= len(self.actions):
-                message = f"Not valid: answer with a number from 1 to {len(self.actions)}."
+            if not 1 <= index <= len(self.commands):
+                message = f"Not valid: answer with a number from 1 to {len(self.commands)}."
                 return f"{message}\n{self._observation()}", 0.0, False, {"invalid": True}
-            command = self.actions[index - 1]
+            command = self.commands[index - 1]
         else:
             invalid = command not in (self.state.admissible_commands or ())
         self.state, _, done = self.game.step(command[:200] or "look")
@@ -344,6 +362,7 @@ class Gymnasium:
         self.drawn = self.env.render_mode == "ansi"
         self.first = int(getattr(space, "start", 0))
         self.count = int(getattr(space, "n", 0))
+        self.actions = [str(self.first + i) for i in range(self.count)] if 0 < self.count <= MOST_ACTIONS else None
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed)

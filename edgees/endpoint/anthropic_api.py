@@ -14,6 +14,7 @@ from edgees.endpoint.wanted import (
     Wanted,
     encode,
     flag,
+    form,
     name_of,
     number,
     objects,
@@ -52,7 +53,6 @@ def read(body: Mapping[str, Any], counting: bool = False) -> Wanted:
         {
             "mcp_servers": "there are none here",
             "container": "there are none here",
-            "output_format": "the form of an answer cannot be enforced",
         },
     )
     thinking = body.get("thinking")
@@ -61,20 +61,16 @@ def read(body: Mapping[str, Any], counting: bool = False) -> Wanted:
         "thinking: the model does not think apart from its answer",
         "thinking",
     )
-    output = body.get("output_config")
-    require(
-        not (isinstance(output, dict) and output.get("format")),
-        "output_config.format: the form of an answer cannot be enforced",
-        "output_config",
-    )
     asked = whole(body, "max_tokens", 1)
     require(asked is not None or counting, "max_tokens: field required", "max_tokens")
     offered = tuple(_tool(t, f"tools.{i}") for i, t in enumerate(objects(body.get("tools"), "tools", MOST_TOOLS)))
     choice = body.get("tool_choice") or {"type": "auto"}
     require(isinstance(choice, dict), "tool_choice must be an object", "tool_choice")
+    chosen = _choice(choice, offered)
     return Wanted(
         messages=_messages(body),
-        tools=_choice(choice, offered),
+        tools=chosen,
+        **form(chosen, choice.get("type") in ("any", "tool"), _schema(body), "output_config.format"),
         single=flag(choice, "disable_parallel_tool_use"),
         model=name_of(body),
         max_tokens=asked,
@@ -147,8 +143,19 @@ def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return tool(given.get("name"), given.get("description"), given.get("input_schema"), where)
 
 
+def _schema(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema that an answer has to follow; None: text. ``output_format`` is the older name."""
+    output = body.get("output_config")
+    wanted = (output.get("format") if isinstance(output, dict) else None) or body.get("output_format")
+    if not wanted:
+        return None
+    good = isinstance(wanted, dict) and wanted.get("type") == "json_schema" and isinstance(wanted.get("schema"), dict)
+    require(good, "output_config.format must be of type json_schema, with a schema", "output_config")
+    return dict(wanted["schema"])
+
+
 def _choice(choice: Mapping[str, Any], offered: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """The tools that the model is to see. That it calls one, or a certain one, cannot be enforced."""
+    """The tools that the model is to see."""
     kind = choice.get("type")
     if kind in ("auto", "any"):
         return offered

@@ -24,7 +24,7 @@ from edgees.backends.base import Completion, Engine, Member, Request
 from edgees.context import Context
 from edgees.endpoint.wanted import ApiError, Reply, Wanted, decode
 from edgees.episodes import Message
-from edgees.errors import EdgeesError
+from edgees.errors import EdgeesError, UsageError
 
 log = logging.getLogger("edgees.endpoint")
 
@@ -398,7 +398,16 @@ class Bridge:
             most = policy.max_tokens if wanted.max_tokens is None else min(wanted.max_tokens, policy.max_tokens)
             if policy.max_session_tokens:
                 most = max(1, min(most, policy.max_session_tokens - exchange.session.tokens))
-            return Request(exchange.session.member, tuple(tokens), most, *exchange.sampling(), wanted.stop)
+            grammar = wanted.grammar
+            try:
+                if grammar:
+                    self.engine.check_grammar(grammar)
+            except UsageError as error:
+                if wanted.firm:
+                    self._end(exchange, ApiError(400, f"{error.message}: ask for text"), "error")
+                    return None
+                grammar = ""
+            return Request(exchange.session.member, tuple(tokens), most, *exchange.sampling(), wanted.stop, grammar)
         return None
 
     def piece(self, ticket: int, data: bytes) -> bool:

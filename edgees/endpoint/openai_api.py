@@ -15,6 +15,7 @@ from edgees.endpoint.wanted import (
     Wanted,
     encode,
     flag,
+    form,
     name_of,
     number,
     objects,
@@ -62,12 +63,6 @@ def read_chat(body: Mapping[str, Any]) -> Wanted:
             "web_search_options": "there is no search",
         },
     )
-    format_ = body.get("response_format")
-    require(
-        format_ is None or (isinstance(format_, dict) and format_.get("type") == "text"),
-        "response_format: only text is supported, the form of an answer cannot be enforced",
-        "response_format",
-    )
     modalities = body.get("modalities")
     require(modalities in (None, ["text"]), "modalities: the model writes text only", "modalities")
     found = objects(body.get("messages"), "messages", MOST_MESSAGES)
@@ -76,9 +71,12 @@ def read_chat(body: Mapping[str, Any]) -> Wanted:
     messages = tuple(_message(m, f"messages[{i}]", names) for i, m in enumerate(found))
     offered = tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(objects(body.get("tools"), "tools", MOST_TOOLS)))
     asked = whole(body, "max_completion_tokens", 1)
+    choice = body.get("tool_choice")
+    chosen = _choice(choice, offered)
     return Wanted(
         messages=messages,
-        tools=_choice(body.get("tool_choice"), offered),
+        tools=chosen,
+        **form(chosen, choice == "required" or isinstance(choice, dict), _schema(body), "response_format"),
         single=body.get("parallel_tool_calls") is False,
         max_tokens=whole(body, "max_tokens", 1) if asked is None else asked,
         **_common(body),
@@ -182,8 +180,24 @@ def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return tool(function.get("name"), function.get("description"), function.get("parameters"), where)
 
 
+def _schema(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema that ``response_format`` asks for; None: text."""
+    wanted = body.get("response_format")
+    if wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text"):
+        return None
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    inner = wanted.get("json_schema") if kind == "json_schema" else None
+    found = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(found, dict):
+        said = "response_format must be of type text, json_object, or json_schema with json_schema.schema"
+        raise ApiError(400, said, param="response_format")
+    return found
+
+
 def _choice(choice: Any, offered: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """The tools that the model is to see. That it calls one, or a certain one, cannot be enforced."""
+    """The tools that the model is to see."""
     if choice in (None, "auto", "required"):
         require(choice != "required" or bool(offered), "tool_choice: there are no tools", "tool_choice")
         return offered

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from edgees import tools
 from edgees.episodes import Message
+from edgees.errors import UsageError
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
@@ -37,7 +38,8 @@ class Wanted:
     """A request, checked. Contents are text; messages and tools have the form of OpenAI's chat API.
 
     prompt: of plain completions, which then have no messages. tools: those that the model is to see. single: at most
-    one tool call is wanted. model, max_tokens, temperature, seed: as asked for, None where nothing was said.
+    one tool call is wanted. model, max_tokens, temperature, seed: as asked for, None where nothing was said. grammar:
+    GBNF for the answer, empty: none; firm: where the engine cannot follow it, the request is refused.
     """
 
     messages: tuple[Message, ...] = ()
@@ -49,6 +51,8 @@ class Wanted:
     temperature: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: str = ""
+    firm: bool = False
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -90,6 +94,26 @@ def split_calls(text: str, wanted: Wanted, ids: Sequence[str]) -> tuple[str, tup
         return text, ()
     chosen = parsed.calls[: 1 if wanted.single else len(ids)]
     return parsed.content, tuple(replace(call, id=name) for name, call in zip(ids, chosen, strict=False))
+
+
+def form(
+    offered: Sequence[Mapping[str, Any]], forced: bool, schema: Mapping[str, Any] | None, where: str
+) -> dict[str, Any]:
+    """``grammar`` and ``firm`` of an answer that has to be JSON of a schema, where there is one, or a call of one of
+    the tools, where that is forced; either, where there are both.
+
+    A schema is firm: :raises ApiError: 400 for what no grammar can be made of. Calls are forced as far as it goes.
+    """
+    if schema is None and not forced:
+        return {}
+    calls = list(offered) or None
+    try:
+        made = tools.grammar(tools=calls, schema=None if forced else schema)
+    except UsageError as error:
+        if schema is None:
+            return {}
+        raise ApiError(400, f"{where}: {error.message}", param=where) from None
+    return {"grammar": made, "firm": schema is not None}
 
 
 class Writer(Protocol):

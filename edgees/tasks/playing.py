@@ -276,7 +276,7 @@ class Play:
             return self._end("truncated", "environment")
         if self._turns >= about.max_turns:
             return self._end("truncated", "turns")
-        return Ask(tuple(self._messages), about.tools)
+        return Ask(tuple(self._messages), about.tools, self.actions)
 
     def abandon(self, reason: str) -> Ending:
         """What has been reached so far; ``overflow`` or ``context`` as the reason mean that the context is full."""

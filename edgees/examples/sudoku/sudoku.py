@@ -72,6 +72,11 @@ class Sudoku:
         solved = all(self.grid[r][c] == self.solution[r][c] for r, c in self.empty)
         return self.board(), 0.0, solved, {}
 
+    @property
+    def actions(self):
+        """Replies that are possible, for ``--grammar actions``: any digit in any empty cell."""
+        return [f"set {r + 1} {c + 1} {digit}" for r, c in sorted(self.empty) for digit in range(1, 10)]
+
     def clashes(self, r, c, value):
         box = [(r // 3 * 3 + i, c // 3 * 3 + j) for i in range(3) for j in range(3)]
         peers = {(r, j) for j in range(9)} | {(i, c) for i in range(9)} | set(box)
