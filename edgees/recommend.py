@@ -21,7 +21,7 @@ from edgees.episodes import Message
 NOTHING = Context()
 Recommended = Mapping[str, Any]
 """attempts, temperature, max_tokens, tools, system, perhaps grammar (GBNF, or of what an environment lists: actions,
-tools), perhaps examples (messages that stand before the question); empty for a run that was begun before it was recorded."""
+tools), perhaps examples (messages that stand before the question); empty for a run begun before it was recorded."""
 _GREEDY_HAS_NOT = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 

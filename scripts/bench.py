@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -395,35 +395,46 @@ def generation(path: Path, _: int, arguments: argparse.Namespace) -> Iterator[Fi
         yield figure("generation_vs_eggroll_es", 2 * pairs * per_member, ours, "s", 2, members_measured=measured)
 
 
-def plain(path: str) -> None:
-    """Child process: plain llama.cpp does what one generation of tune asks for (an evaluation, then likelihoods)."""
+def plain(path: str, task: str) -> None:
+    """Child process: plain llama.cpp does what one generation of tune asks for: an evaluation, then as many answers, or
+    likelihoods, as there are members and rows."""
+    from edgees import opening
     from edgees import rollout as play
-    from edgees.config import Config
-    from edgees.tasks import load_task
+    from edgees.config import load
     from edgees.tune import peak_rss_bytes
 
-    loaded = load_task(TASK)
-    config = Config().with_defaults(loaded.defaults, TASK)
-    engine = llamacpp.LlamaCppEngine(path, plain=True)
-    settings = play.Settings(config.max_tokens or loaded.max_tokens, loaded.conversation)
-    play.play(engine, [CENTRE], loaded.heldout[:8], settings)
-    play.likelihood(engine, [CENTRE] * (2 * config.pairs), loaded.train[: config.rows], settings)
-    print(peak_rss_bytes())
+    with ExitStack() as stack:
+        config = load(None, {"model": path, "task": task, **({} if task == TASK else {"sigma": 0.02})})
+        engine = llamacpp.LlamaCppEngine(path, plain=True)
+        setup = opening.open_setup(config, stack, engine)
+        replies, rows = setup.replies(0, 0.0), setup.task.train[: setup.config.rows]
+        play.play(engine, play.every([CENTRE], setup.heldout()[:8]), replies)
+        rollouts = play.every([CENTRE] * setup.config.members, rows)
+        if setup.config.loglik:
+            play.likelihood(engine, rollouts, replies)
+        else:
+            play.play(engine, rollouts, replies)
+        print(peak_rss_bytes())
 
 
 def memory(path: Path, _: int, __: argparse.Namespace) -> Iterator[Figure]:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench; bench.plain({str(path)!r})"
-    rival = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-    for scope, name in (("adapter", "memory_inference_over_tune"), ("full", "memory_inference_over_tune_full")):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", TASK, "--generations", "1",
-                "--eval-every", "0", "--eval-rows", "8", "--scope", scope, "--run", f"{folder}/run", "--json",
-            ]  # fmt: skip
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            peak = int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
-        # MiB: the smaller the better, so inference is divided by tuning.
-        yield figure(name, rival / 2**20, peak / 2**20, "MiB", 1, file_mib=os.path.getsize(path) / 2**20)
+    shop = Path(__file__).resolve().parents[1] / "edgees" / "examples" / "shop" / "shop.py"
+    for task, prefix in ((TASK, "memory"), (f"env:{shop}:Shop", "memory_episodes")):
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench"
+        code += f"; bench.plain({str(path)!r}, {task!r})"
+        rival = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for scope, name in (("adapter", "inference_over_tune"), ("full", "inference_over_tune_full")):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [
+                    sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "1",
+                    "--eval-every", "0", "--eval-rows", "8", "--scope", scope, "--run", f"{folder}/run", "--json",
+                    *(() if task == TASK else ("--sigma", "0.02")),
+                ]  # fmt: skip
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                peak = int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
+            # MiB: the smaller the better, so inference is divided by tuning.
+            size = os.path.getsize(path) / 2**20
+            yield figure(f"{prefix}_{name}", rival / 2**20, peak / 2**20, "MiB", 1, file_mib=size)
 
 
 def large(path: Path, rounds: int, _: argparse.Namespace) -> Iterator[Figure]:
