@@ -787,7 +787,8 @@ class StreamEngine:
     def _row(self, address: np.uint64) -> np.ndarray:
         return np.ctypeslib.as_array((ctypes.c_float * self.vocabulary).from_address(int(address)))
 
-    @lru_cache(maxsize=256)  # noqa: B019 - the engine outlives the cache's entries
+    # For the members of a row, who draw it at the same time; an entry is as large as the vocabulary.
+    @lru_cache(maxsize=32)  # noqa: B019 - the engine outlives the cache's entries
     def _gumbel(self, seed: int, step: int) -> np.ndarray:
         raw = np.random.Philox(key=[seed & (2**64 - 1), step]).random_raw(self.vocabulary)
         u = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
