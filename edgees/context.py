@@ -71,8 +71,8 @@ class Context:
             notes = f"{HEADING}\n{self.skills}"
             role = head[0]["role"] if head else "system"
             head = [{"role": role, "content": f"{before}\n\n{notes}" if before else notes}]
-        asked = set() if same else {_question(rest)}
-        shots = [dict(message) for shot in self.shots if _question(shot) not in asked for message in shot]
+        asked = () if same else _asked(rest)
+        shots = [dict(m) for shot in self.shots if not (asked and _as_far(_asked(shot), asked)) for m in shot]
         return [*head, *shots, *rest]
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,9 +151,14 @@ def cleaned(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in kept.split("\n"))).strip()
 
 
-def _question(messages: Sequence[Message]) -> str:
-    """What the first message of the user asks."""
-    return next((" ".join(str(m.get("content")).split()) for m in messages if m.get("role") == "user"), "")
+def _asked(messages: Sequence[Message]) -> list[str]:
+    """What the user says, message by message."""
+    return [" ".join(str(m.get("content")).split()) for m in messages if m.get("role") == "user"]
+
+
+def _as_far(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two users say the same as far as both of them speak."""
+    return all(a == b for a, b in zip(one, other, strict=False))
 
 
 def _is_shot(shot: Any) -> bool:

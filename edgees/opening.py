@@ -373,6 +373,13 @@ def _check_task(config: Config, task: Task) -> None:
     if config.scope == "none" and config.antithetic:
         raise UsageError("scope = none has no plus and minus", "set antithetic = false")
     check_answering(config, task)
+    if "prompt" in config.evolve and not (task.episodes or config.agent_cmd):
+        own = sum(bool(row.messages) and row.messages[0]["role"] in ("system", "developer") for row in task.train)
+        if own == len(task.train):
+            raise UsageError(
+                "evolve = prompt, and every row brings a system message of its own, which stays as it is",
+                "leave them out of the rows (--system sets one), or evolve skills or shots",
+            )
     if config.loglik > 0.0 and (task.episodes or config.agent_cmd):
         raise UsageError(
             f"loglik = {config.loglik:g}: an episode has no reference answer whose likelihood could count",

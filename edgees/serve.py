@@ -57,13 +57,13 @@ def serve(
     with ExitStack() as stack:
         machine = {"context": context, "parallel": parallel, "threads": threads}
         if (Path(model_or_run) / "history.jsonl").is_file():
-            opened, what, before = _open_run(Path(model_or_run), weights, machine, stack)
+            opened, what, before, system = _open_run(Path(model_or_run), weights, machine, stack)
         else:
             opened, what = _open_model(str(model_or_run), engine, machine, stack)
-            before = Context()
+            before, system = Context(), ""
         name = Path(model_or_run).resolve().name if Path(model_or_run).exists() else str(model_or_run)
         endpoint = Endpoint(opened, host=host, port=port, exposed=True, name=name)
-        policy = Policy(max_tokens, temperature, client_sampling=True, record=False, context=before)
+        policy = Policy(max_tokens, temperature, client_sampling=True, record=False, system=system, context=before)
         endpoint.open_to_all(policy, api_key)
         stack.enter_context(endpoint)
         if not is_loopback(host):
@@ -90,7 +90,7 @@ def _open_model(model: str, engine: str, machine: dict[str, int], stack: ExitSta
     return stack.enter_context(closing(open_engine(settings))), model
 
 
-def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack) -> tuple[Engine, str, Context]:
+def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack) -> tuple[Engine, str, Context, str]:
     history, settings, delta, chosen = open_weights(run, weights, stack)
     given: dict[str, Any] = {name: value for name, value in machine.items() if value}
     settings = replace(settings, **given)
@@ -100,7 +100,10 @@ def _open_run(run: Path, weights: str, machine: dict[str, int], stack: ExitStack
     engine.attach(delta)
     before = history.context(delta.generation)
     told = "" if before.empty else f", with its context {before.digest[:8]} before every conversation"
-    return engine, f"{run} ({chosen} weights, generation {delta.generation}{told})", before
+    system = history.header.get("recommended", {}).get("system") or ""
+    if system and before.system is None:
+        told += ", with its task's system message where a conversation brings none"
+    return engine, f"{run} ({chosen} weights, generation {delta.generation}{told})", before, system
 
 
 @contextmanager

@@ -403,3 +403,35 @@ def test_a_rehearsal_of_contexts_alone_tells_of_no_weights(tmp_path: Path) -> No
     assert (found["weights"], found["tensors"], found["warnings"]) == (0, 0, [])
     tune.tune(made, task=task(only_context), observer=heard)
     assert not any("stay as they are" in text for text in heard.texts)
+
+
+def test_an_example_is_left_out_where_it_answers_the_question_itself() -> None:
+    def shot(*questions: str) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            m for q in questions for m in ({"role": "user", "content": q}, {"role": "assistant", "content": "a"})
+        )
+
+    def shown(context: Context, *questions: str) -> list[str]:
+        asked = [m for m in context.apply(shot(*questions)[:-1]) if m["role"] == "user"]
+        return [str(m["content"]) for m in asked[: -len(questions)]]
+
+    single = Context(shots=(shot("one"), shot("two")))
+    assert shown(single, "three") == ["one", "two"]
+    assert shown(single, " two ") == ["one"]
+    chats = Context(shots=(shot("hello", "one"), shot("hello", "two")))
+    assert shown(chats, "hello", "three") == ["hello", "one", "hello", "two"], "that all begin alike tells nothing"
+    assert shown(chats, "hello", "two") == ["hello", "one"]
+    assert shown(chats, "hello") == [], "nor may it be told how the conversation goes on"
+
+
+def test_rows_with_system_messages_of_their_own_leave_a_prompt_nothing_to_do(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": f"s{i}"}, {"role": "user", "content": f"q{i}"}]} for i in range(9)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {
+        "model": "toy", "engine": "toy", "task": f"jsonl:{tmp_path / 'rows.jsonl'}", "reward": ["numeric"],
+        "run": str(tmp_path / "run"), "pairs": 8, "evolve": ["prompt"],
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="every row brings a system message of its own"):
+        tune.tune(config.load(None, given))

@@ -22,7 +22,7 @@ from edgees.checkpoint import RunFolder
 from edgees.delta import Delta
 from edgees.endpoint import Endpoint
 from edgees.errors import EdgeesError, ModelError, RunError, UsageError
-from edgees.history import History
+from edgees.history import History, with_header
 from edgees.serve import serve
 
 pytest.importorskip("uvicorn")
@@ -73,16 +73,16 @@ def serving(what: str | Path, **options: Any) -> Iterator[tuple[Endpoint, list[s
 
 def ask(url: str, key: str = "any", **options: Any) -> str:
     with openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0) as client:
-        found = client.chat.completions.create(model="m", messages=ASKED, **options)
+        found = client.chat.completions.create(**{"model": "m", "messages": ASKED, **options})
         return str(found.choices[0].message.content)
 
 
-def answer(delta: Delta | None = None, temperature: float = 0.0, seed: int = 0) -> str:
+def answer(delta: Delta | None = None, temperature: float = 0.0, seed: int = 0, messages: Any = ASKED) -> str:
     """What the toy says in this process."""
     with closing(ToyEngine()) as engine:
         if delta is not None:
             engine.attach(delta)
-        prompt = tuple(engine.encode_chat(ASKED))
+        prompt = tuple(engine.encode_chat(messages))
         return engine.generate([Request(CENTRE, prompt, 99, temperature, seed)])[0].text
 
 
@@ -144,6 +144,20 @@ def test_a_runs_best_and_last_weights(run: Path) -> None:
     with serving(run, weights="last") as (endpoint, said):
         assert ask(endpoint.url) == last
         assert "(last weights, generation 2)" in said[0]
+
+
+def test_the_tasks_system_message_stands_where_a_client_brings_none(run: Path) -> None:
+    path, system = run / "history.jsonl", {"role": "system", "content": "be brief"}
+    header = History.open(path).header
+    path.write_bytes(with_header(path, {**header, "recommended": {"attempts": "single", "system": "be brief"}}))
+    with Delta.open(run / "best" / "delta.safetensors", write=False) as delta:
+        without, behind = answer(delta), answer(delta, messages=[system, *ASKED])
+    with serving(run) as (endpoint, said):
+        assert ask(endpoint.url) == behind != without
+        own = [{"role": "system", "content": "be brief"}, *ASKED]
+        assert ask(endpoint.url, messages=own) == behind
+        assert ask(endpoint.url, messages=[{"role": "system", "content": "shout"}, *ASKED]) != behind
+        assert "its task's system message where a conversation brings none" in said[0]
 
 
 def test_an_api_key_is_asked_of_everybody() -> None:

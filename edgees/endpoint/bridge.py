@@ -50,8 +50,8 @@ class Policy:
 
     max_tokens: of one answer; a client may ask for fewer. seed: the run's. max_requests, max_session_tokens: answers,
     and generated tokens, of the whole session; 0: no limit. client_sampling: the client's temperature and seed are
-    honoured. record: the session's calls are kept. context: put into every conversation; files: not there, the client
-    reads it from files.
+    honoured. record: the session's calls are kept. system: message for conversations that bring none. context: put into
+    every conversation; files: not there, the client reads it from files.
     """
 
     max_tokens: int
@@ -63,6 +63,7 @@ class Policy:
     max_session_tokens: int = 0
     client_sampling: bool = False
     record: bool = True
+    system: str = ""
     context: Context = field(default_factory=Context)
     files: bool = False
 
@@ -376,7 +377,10 @@ class Bridge:
         try:
             if wanted.prompt is None:
                 context = Context() if policy.files else policy.context
-                tokens = self.engine.encode_chat(context.apply(wanted.messages, whole=True, same=True), wanted.tools)
+                messages = wanted.messages
+                if policy.system and messages[0]["role"] not in ("system", "developer"):
+                    messages = ({"role": "system", "content": policy.system}, *messages)
+                tokens = self.engine.encode_chat(context.apply(messages, whole=True, same=True), wanted.tools)
             else:
                 tokens = self.engine.encode(wanted.prompt)
         except Exception as error:  # a conversation that the template refuses, or a text that is none
