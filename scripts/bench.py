@@ -418,6 +418,7 @@ def plain(path: str, task: str) -> None:
 
 
 def memory(path: Path, _: int, __: argparse.Namespace) -> Iterator[Figure]:
+    """Episodes at a sigma with which members play as the model itself: others may play longer, which takes memory."""
     shop = Path(__file__).resolve().parents[1] / "edgees" / "examples" / "shop" / "shop.py"
     for task, prefix in ((TASK, "memory"), (f"env:{shop}:Shop", "memory_episodes")):
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench"
@@ -428,7 +429,7 @@ def memory(path: Path, _: int, __: argparse.Namespace) -> Iterator[Figure]:
                 command = [
                     sys.executable, "-m", "edgees", "tune", "--model", str(path), "--task", task, "--generations", "1",
                     "--eval-every", "0", "--eval-rows", "8", "--scope", scope, "--run", f"{folder}/run", "--json",
-                    *(() if task == TASK else ("--sigma", "0.02")),
+                    *(() if task == TASK else ("--sigma", "1e-6")),
                 ]  # fmt: skip
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 peak = int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
