@@ -155,6 +155,13 @@ class Config:
         0.0, "bound on the RMS of the learned delta relative to the weights'; 0: none", low=0.0, group="search"
     )
 
+    anchor: float = _setting(
+        0.0,
+        "reward that a member loses for each nat a token by which it has moved from the base on fixed texts, against "
+        "forgetting; 0: none",
+        low=0.0, group="search",
+    )  # fmt: skip
+
     agent_cmd: str = _setting(
         "",
         "command of an agent program that plays each rollout, one process a rollout, unmodified: it finds the model at "

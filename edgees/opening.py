@@ -370,6 +370,8 @@ def _check_task(config: Config, task: Task) -> None:
         )
     if config.scope == "none" and not config.evolve:
         raise UsageError("scope = none tunes no weight, and nothing else evolves", "say what does: --evolve shots")
+    if config.anchor and not task.heldout:
+        raise UsageError("anchor needs held-out rows: the first evaluation keeps what the base says", "--heldout 0.2")
     if config.scope == "none" and config.antithetic:
         raise UsageError("scope = none has no plus and minus", "set antithetic = false")
     check_answering(config, task)

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from edgees import config, proposing, report, rewards, rollout, watch
+from edgees import config, forgetting, proposing, report, rewards, rollout, watch
 from edgees import probe as probing
-from edgees.backends.base import CENTRE, Engine, Member, Progress, Request, Score
+from edgees.backends.base import CENTRE, Engine, Member, Progress
 from edgees.checkpoint import (
     RunFolder,
     append_line,
@@ -38,7 +38,7 @@ from edgees.delta import Delta, DeltaSpec, require_space
 from edgees.errors import EdgeesError, Interrupted, RunError, ScorerError
 from edgees.history import History, short_float32s, with_header
 from edgees.opening import Setup, base_hash, open_engine, open_setup, require_same_base, spec_of, under_names_of
-from edgees.population import Population, RowOrder, request_seed, sigma_at
+from edgees.population import Population, RowOrder, sigma_at
 from edgees.proposing import Proposer
 from edgees.report import Observer
 from edgees.rewards import Scorer
@@ -295,14 +295,6 @@ def probe(setup: Setup, progress: Progress | None = None) -> tuple[Costs, list[T
     return Costs(reply, (time.monotonic() - began) / len(rows)), answers
 
 
-def general_texts(engine: Engine) -> tuple[list[tuple[int, ...]], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """What forgetting is measured on, as tokens: prompts, and (beginning, rest) of each piece of the general text."""
-    prompts = [tuple(engine.encode_chat([{"role": "user", "content": text}])) for text in watch.PROMPTS]
-    text = tuple(engine.encode(watch.TEXT))
-    pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
-    return prompts, [(piece[:OVERLAP], piece[OVERLAP:]) for piece in pieces if len(piece) > OVERLAP]
-
-
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -380,10 +372,12 @@ class _Run:
             made = self.play(g, members, rows, weight, deal)
             verdict = self.trials.judge(deal, made.rewards)
             drift = self.delta.drift()
-            step = self.step(level(deal, made.rewards), lr, sigma, drift)
+            moved = self.moved(g, members)
+            step = self.step(level(deal, made.rewards) - c.anchor * moved, lr, sigma, drift)
             line = {"generation": g, "rows": [row.id for row in rows], "fraction": fraction, "sigma": sigma, "lr": lr,
                     "loglik": weight, "drift": drift, "answers": made.rewards.size, "context": self.context.digest,
-                    **({} if deal.idle else {"trial": verdict.to_dict()}), **_of_step(step),
+                    **({} if deal.idle else {"trial": verdict.to_dict()}),
+                    **({"moved": [round(float(x), 4) for x in moved.ravel()]} if moved.any() else {}), **_of_step(step),
                     **_of_answers(made)}  # fmt: skip
             history.append({**line, "seconds": self.seconds()})
             self.delta.apply(history.step(g))
@@ -520,6 +514,16 @@ class _Run:
         self.require_rewards(f"generation {generation + 1}", made.rewards.reshape(-1), made.excluded)
         return made
 
+    def moved(self, generation: int, members: Sequence[Member]) -> np.ndarray:
+        """Nats a token by which each member has moved from the base, float64 [pairs, 1 or 2, 1]; 0 without anchor."""
+        shape = self.config.pairs, len(self.population.signs), 1
+        if not self.config.anchor or self.config.scope == "none":
+            return np.zeros(shape)
+        first = self.history.evals[0]["general"]
+        found = forgetting.moved(self.engine, members, first, generation).reshape(shape)
+        self.lap("anchor")
+        return found
+
     def step(self, rewards: np.ndarray, lr: float, sigma: float, drift: float) -> Update:
         """What they say about the weights; nothing where these are not tuned."""
         c = self.config
@@ -586,7 +590,7 @@ class _Run:
         entry |= self.general(entry)
         if self.config.loglik > 0.0:
             scores = rollout.likelihood(self.engine, rollout.every([CENTRE], rows), settings, progress)
-            entry["loglik"] = _per_token([score for score in scores if score is not None])
+            entry["loglik"] = forgetting.per_token([score for score in scores if score is not None])
             self.lap("loglik")
         best = self.history.best()
         self.history.append({**entry, "seconds": self.seconds()})
@@ -609,27 +613,12 @@ class _Run:
         return {name: float(np.mean(values)) for name, values in found.items()}
 
     def general(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """How far the model has moved where nobody meant to change it: ``kl`` and ``perplexity`` of an evaluation.
-
-        KL(base | centre) in nats a token is estimated on replies that the base itself gave, sampled at temperature 1
-        before the first generation; they stand in that evaluation's line. Fewer than all tokens of the vocabulary are
-        seen, so the estimate has an error of its own, of about a tenth.
-        """
+        """``kl`` and ``perplexity`` of an evaluation (:mod:`edgees.forgetting`); the first keeps what the base said."""
         evals = self.history.evals
         first = evals[0].get("general") if evals else None
         if first is None and entry["eval"]:
             return {}  # a run begun before this was measured
-        engine = self.engine
-        prompts, pieces = general_texts(engine)
-        if first is None:
-            asked = [Request(CENTRE, p, REPLY, 1.0, request_seed(0, 0, str(i))) for i, p in enumerate(prompts)]
-            first = {"replies": [list(reply.tokens) for reply in engine.generate(asked)]}
-        replies = [(p, tuple(r)) for p, r in zip(prompts, first["replies"], strict=True) if r]
-        scores = engine.loglik([(CENTRE, *pair) for pair in [*replies, *pieces]])
-        told, read = scores[: len(replies)], scores[len(replies) :]
-        mean = _per_token(told)
-        first = {"loglik": mean, **first}
-        found = {"kl": first["loglik"] - mean, "perplexity": math.exp(min(-_per_token(read), 700.0))}
+        found, first = forgetting.measure(self.engine, first)
         self.lap("general")
         return found if entry["eval"] else {**found, "general": first}
 
@@ -781,11 +770,6 @@ def peak_rss_bytes() -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return int(peak) if sys.platform == "darwin" else int(peak) * 1024
     return 0
-
-
-def _per_token(scores: Sequence[Score]) -> float:
-    """Mean log-likelihood, nats a token; 0 for no scores."""
-    return sum(s.sum for s in scores) / max(sum(s.tokens for s in scores), 1)
 
 
 def _numbers(values: Iterable[float]) -> list[float | None]:

@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgees import __version__, config, opening, tune
+from edgees import __version__, config, forgetting, opening, tune
 from edgees.backends.base import Completion, Engine, Member, Progress, Request, Score
 from edgees.checkpoint import write_atomic
 from edgees.config import Config
@@ -309,7 +309,7 @@ class Workshop:
                 line["settings"] = _not_default(settings.with_defaults(task.defaults))
                 engine = self.engine(settings)
                 rows = (task.conversation(row, settings.system) for row in task.heldout)
-                prompts, pieces = tune.general_texts(cast(Engine, engine))
+                prompts, pieces = forgetting.texts(cast(Engine, engine))
                 general = {*prompts, *(piece[0] for piece in pieces)}
                 engine.forget({tuple(engine.encode_chat(row)) for row in rows}, general)
                 watcher = Watcher(engine)

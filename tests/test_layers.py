@@ -36,7 +36,7 @@ ROWS: list[list[str]] = [
     ["merge", "moments"],
     ["evolve"],
     ["opening", "report", "watch"],
-    ["evaluate", "probe", "programs", "proposing"],
+    ["evaluate", "forgetting", "probe", "programs", "proposing"],
     ["export"],
     ["tune"],
     ["doctor", "estimate", "heuristics", "search", "serve"],

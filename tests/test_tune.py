@@ -19,7 +19,7 @@ import pytest
 import reference
 from test_history import disk, fill  # noqa: F401 - a fixture
 
-from edgees import native, opening, report, tune, watch
+from edgees import forgetting, native, opening, report, tune, watch
 from edgees.backends.base import CENTRE, Completion, Member, Progress, Request
 from edgees.backends.toy import ToyEngine
 from edgees.checkpoint import best_record
@@ -870,3 +870,41 @@ def test_how_far_general_text_has_moved_is_measured(whole: Path, tmp_path: Path)
     tune.tune(config(tmp_path / "run", loglik=1.0, generations=4), task=TASK)
     likely = [entry["loglik"] for entry in journal(tmp_path / "run") if "eval" in entry]
     assert likely[-1] > likely[0]
+
+
+def test_an_anchor_holds_the_model_where_it_was(whole: Path, tmp_path: Path) -> None:
+    """Members lose what they have moved; the journal has it, so a run that was cut in two comes to the same."""
+    tune.tune(config(tmp_path / "held", anchor=1e6, shrink=False), task=TASK)
+    lines = journal(tmp_path / "held")
+    for entry in lines:
+        if "coefs" in entry and "moved" in entry:
+            moved = np.array(entry["moved"]).reshape(4, 2)
+            lost = moved[:, 0] - moved[:, 1]
+            assert np.corrcoef(entry["z"], -lost)[0, 1] > 0.99, "what is left of the reward does not count"
+    told = [entry["moved"] for entry in lines if "moved" in entry]
+    assert len(told) > 5 and all(max(moved) > min(moved) >= 0.0 for moved in told)
+    assert not any("moved" in entry for entry in journal(whole))
+    with pytest.raises(Interrupted):
+        tune.tune(config(tmp_path / "cut", anchor=1e6, shrink=False), task=TASK, observer=Watcher(stop_after=4))
+    tune.resume(tmp_path / "cut", task=TASK)
+    assert journal(tmp_path / "cut") == lines and learned(tmp_path / "cut") == learned(tmp_path / "held")
+    with pytest.raises(UsageError, match="anchor needs held-out rows"):
+        tune.tune(config(tmp_path / "none", anchor=1.0), task=dataclasses.replace(TASK, heldout=()))
+
+
+def test_how_far_members_have_moved(tmp_path: Path) -> None:
+    """As their likelihoods say, reply by reply, other replies in the next generation; the base has not moved at all."""
+    engine = ToyEngine()
+    prompts, _ = forgetting.texts(engine)
+    with Delta.create(tmp_path / "d.safetensors", opening.spec_of(config(tmp_path / "run"), engine)) as delta:
+        engine.attach(delta)
+        _, first = forgetting.measure(engine, None)
+        members = [CENTRE, *(Member(key=k, amplitude=0.3, slot=k) for k in (1, 2, 3, 4))]
+        for generation in (0, 1):
+            places = [2 * generation, 2 * generation + 1]
+            found = forgetting.moved(engine, members, first, generation)
+            for member, value in zip(members, found, strict=True):
+                asked = [(member, prompts[i], tuple(first["replies"][i])) for i in places]
+                lost = [first["each"][i] - s.mean for i, s in zip(places, engine.loglik(asked), strict=True)]
+                assert value == pytest.approx(np.mean(np.maximum(lost, 0.0)))
+            assert found[0] == 0.0 and found.max() > 0.0
