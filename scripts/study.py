@@ -259,12 +259,23 @@ class Watcher(Observer):
             "heldout_seconds": round(self.heldout_seconds, 3),
         }  # fmt: skip
 
+    def played(self, history: History) -> None:
+        """Whoever plays episodes asks the engine turn by turn: they are counted in the journal (tokens generated)."""
+        for generation, at in self.at.items():
+            lines = history.lines[:generation]
+            answers = sum(line["answers"] for line in lines)
+            at |= {"rollouts": answers, "answers": answers, "tokens": sum(line["tokens"] for line in lines)}
+            at["heldout_rollouts"] = sum(e["rows"] for e in history.evals if e["eval"] <= generation)
+
     def curve(self, run: Path) -> list[dict[str, Any]]:
         """Every evaluation in the journal of a run: what had been spent by then, and what came out."""
         if not self.at:
             return []
         points = []
-        for entry in History.open(run / "history.jsonl", repair=False).evals:
+        history = History.open(run / "history.jsonl", repair=False)
+        if not any(at["rollouts"] for at in self.at.values()):
+            self.played(history)
+        for entry in history.evals:
             loglik = entry.get("loglik")
             loglik = loglik.get("mean") if isinstance(loglik, dict) else loglik
             points.append(
@@ -433,9 +444,10 @@ def mean95(values: Sequence[float]) -> tuple[float, float, float] | None:
 
 
 def points(line: Line, measure: str, spent: str = "rollouts") -> Points:
+    """(what had been spent, measure) of every evaluation that has both."""
     found = ((p[spent], p[measure] if measure in ("reward", "loglik") else p["metrics"].get(measure))
              for p in line["curve"])  # fmt: skip
-    return [(x, y) for x, y in found if y is not None]
+    return [(x, y) for x, y in found if x is not None and y is not None]
 
 
 def final(line: Line, measure: str) -> float | None:
@@ -498,7 +510,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _spent(value: float) -> str:
+def _spent(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -532,20 +546,31 @@ def task_part(plan: Plan, name: str, done: Mapping[tuple[str, str, int], Line]) 
     def cell(arm: str, seed: int, spent: str, threshold: float) -> str:
         if (arm, seed) not in curves:
             return of[arm, seed]["state"] if (arm, seed) in of else "-"
-        value, censored = crossing(points(curves[arm, seed], measure, spent), threshold)
-        return ">" * censored + _spent(value)
+        curve = points(curves[arm, seed], measure, spent)
+        value, censored = crossing(curve, threshold) if curve else (math.nan, False)
+        return ">" * censored + _spent(value) if curve else "-"
 
     rows = []
     for arm in plan.arms:
         last = {seed: final(curves[arm, seed], measure) for seed in plan.seeds if (arm, seed) in curves}
         base = {seed: final(curves[plan.baseline, seed], measure) for seed in last if (plan.baseline, seed) in curves}
         gains = [cast(float, last[seed]) - cast(float, base[seed]) for seed in base]
+        began = [points(curves[arm, seed], measure)[0][1] for seed in last]
+        rises = [cast(float, v) - b for v, b in zip(last.values(), began, strict=True)]
         areas = [area(points(curves[arm, seed], measure), budget) for seed in last]
         cells = [_number(last[s]) if s in last else of[arm, s]["state"] if (arm, s) in of else "-" for s in plan.seeds]
         mean = mean95([cast(float, v) for v in last.values()])
         less = "baseline" if arm == plan.baseline else _interval(mean95(gains), "+")
-        rows.append([arm, *cells, _interval(mean), less, _interval(mean95(areas))])
-    head = ["arm", *(f"seed {s}" for s in seeds), "mean", "minus baseline", f"area to {budget:.0f} rollouts"]
+        rise = _interval(mean95(rises), "+")
+        rows.append([arm, *cells, _interval(mean), rise, less, _interval(mean95(areas))])
+    head = [
+        "arm",
+        *(f"seed {s}" for s in seeds),
+        "mean",
+        "minus before",
+        "minus baseline",
+        f"area to {budget:.0f} rollouts",
+    ]
     text += ["At the end:", *_table(head, rows), f"![held-out {measure}]({plan.name}-{name}.svg)", ""]
     for threshold in thresholds:
         rows = []
